@@ -63,9 +63,7 @@ class A2SGD(Compressor):
         return [Selection(tensor, None, tensor.numel()) for tensor in accumulated]
 
     @override
-    def finish_step(
-        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
-    ) -> Sequence[Selection]:
+    def finish_step(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather) -> None:
         local = self._local_means()
         received = all_gather(local)
         # ``local`` is rounded like the received means, so that equal gradients on all ranks give zero shifts.
@@ -73,7 +71,6 @@ class A2SGD(Compressor):
         above, below = shifts.where(received.isfinite().all(), torch.nan).unbind()
         # ``means`` contains the local gradient. No other code reads this gradient, so the gradient is shifted in place.
         shift_by_sign([mean.values for mean in means], above, -below)
-        return means
 
     def _local_means(self) -> Tensor:
         # Totals are added in order of definition, so that the sum does not depend on the buckets.

@@ -190,18 +190,18 @@ class Compressor(ABC):
 
     def finish_step(
         self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
-    ) -> Sequence[Selection]:
-        """Update the state after the exchange of a step's last bucket, and return the means to write to ``.grad``.
+    ) -> None:
+        """Update the state after the exchange of a step's last bucket.
 
         Args:
             names: parameter names in the order of the exchange.
-            means: mean gradient of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`;
-                return the argument itself for unchanged means.
+            means: mean gradient of each parameter, from :class:`~lightning_sparse.engine.wire.base.ExchangeResult`.
+                The values may be changed in place, before the engine writes the means to ``.grad``.
             finite: bool ``[]`` on the host or a device. If false, the step is skipped and the state must not change.
             all_gather: function that gathers a tensor ``[n]`` from every rank, and returns ``[world_size, n]``. All
                 ranks must call the function with the same ``n``, and equally often.
         """
-        return means
+        return
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the method as plain tensors and numbers, by parameter name if applicable."""

@@ -126,12 +126,10 @@ class ExDyna(Compressor):
         return min(numel, max(self._layout.world_size, round(self._density * numel)))
 
     @override
-    def finish_step(
-        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
-    ) -> Sequence[Selection]:
+    def finish_step(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather) -> None:
         if not bool(finite):  # a synchronization, because the state is on the host
             self._histogram.zero_()
-            return means
+            return
         indices = [mean.indices.flatten() for mean in means]  # type: ignore[union-attr]  # a union has indices
         numel = sum(mean.numel for mean in means)
         wanted = self._wanted(numel)
@@ -148,7 +146,6 @@ class ExDyna(Compressor):
             counts = tuple(map(Tensor.numel, indices))
             self._rebalance(torch.cat(indices) + repeat_interleave(starts, counts, indices[0].device))
         self._step += 1
-        return means
 
     def _rebalance(self, positions: Tensor) -> None:
         """Update the loads of blocks from ``positions`` of selected elements. Every 16 steps, cut new partitions."""

@@ -104,13 +104,10 @@ class SDAGC(DGC):
         return SelectionSize(numel, min(numel, math.ceil(self.capacity * count)))
 
     @override
-    def finish_step(
-        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
-    ) -> Sequence[Selection]:
+    def finish_step(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather) -> None:
         for positions, alphas in self._proposals:
             self._alphas[positions] = torch.where(finite, alphas, self._alphas[positions])
         self._proposals.clear()
-        return means
 
     @override
     def state_dict(self) -> dict[str, Any]:

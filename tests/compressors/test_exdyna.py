@@ -44,7 +44,7 @@ class Recorded:
     def finish_step(self, names, means, finite, all_gather):
         self.history.append(sorted(self._chosen))
         self._chosen = []
-        return super().finish_step(names, means, finite, all_gather)
+        super().finish_step(names, means, finite, all_gather)
 
 
 RECORDED = {name: type(name, (Recorded, kind), {}) for name, kind in METHODS.items()}

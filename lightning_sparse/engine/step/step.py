@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
-from lightning_sparse.compressors.selection import Selection, grouped
+from lightning_sparse.compressors.selection import Selection
 from lightning_sparse.engine.memory import Hyperparameters, Memory
 from lightning_sparse.engine.step.selecting import BucketSelector, Part
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
@@ -160,13 +160,13 @@ class Pipeline:
         # After a non-finite value, an infinite scale makes all gradients non-finite, so the scaler skips the step.
         scale = self.context.loss_scale
         scale = None if scale is None else scale / finite.to(scale.device, scale.dtype, non_blocking=True)
-        means = self._finish_step(step, finite)
+        self._finish_step(step, finite)
         with self.recorder.span("commit"):
-            for (part, result), mean in zip(step, means):
+            for part, result in step:
                 flags = _used_anywhere(part, step[-1][1].used, places)
                 accepted = finite if flags is None else flags & finite
                 self.memory.update_residual(part.names, part.tensors, result.kept, accepted)
-                self._write_back(part, mean, scale)
+                self._write_back(part, result.means, scale)
         self.levels.write_back()
         self.selector.release()
 
@@ -181,31 +181,24 @@ class Pipeline:
         if self.recorder.on_record is not None:
             self.recorder.on_record(record)
 
-    def _write_back(self, part: Part, mean: Sequence[Selection], scale: Optional[Tensor]) -> None:
-        means = part.tensors  # the means overwrite the sums of gradient and residual
-        self.memory.write_means(part.names, means, mean)
+    def _write_back(self, part: Part, means: Sequence[Selection], scale: Optional[Tensor]) -> None:
+        tensors = part.tensors  # the means overwrite the sums of gradient and residual
+        self.memory.write_means(part.names, tensors, means)
         if scale is not None:
-            torch._foreach_mul_(means, scale)
-        _round_into([(each.gradient, wide) for each, wide in zip(part.members, means) if wide is not each.gradient])
+            torch._foreach_mul_(tensors, scale)
+        _round_into([(each.gradient, wide) for each, wide in zip(part.members, tensors) if wide is not each.gradient])
 
-    def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> list[Sequence[Selection]]:
-        means = [result.means for _, result in step]
+    def _finish_step(self, step: Sequence[BucketResult], finite: Tensor) -> None:
         if type(self.compressor).finish_step is Compressor.finish_step:
-            return means  # most compressors have no finish_step, and change no mean
-        asked = {
+            return  # Most compressors have no finish_step. A mean per parameter would cost time.
+        means = {
             name: mean
             for part, result in step
             for name, mean in zip(part.names, result.means)
             if name not in self.context.dense
         }
-        before = list(asked.values())
-        after = self.compressor.finish_step(list(asked), before, finite, self._gather) if asked else before
-        if after is before:  # The compressor has changed no mean.
-            return means
-        changed = dict(zip(asked, after))
-        return [
-            grouped([changed.get(name, mean) for name, mean in zip(part.names, result.means)]) for part, result in step
-        ]
+        if means:
+            self.compressor.finish_step(list(means), list(means.values()), finite, self._gather)
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.levels.inter.call(Payload("all_gather", tensor))

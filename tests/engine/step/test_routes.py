@@ -44,7 +44,7 @@ class Wavering:
 
     def finish_step(self, names, means, finite, all_gather):
         self.step += 1
-        return super().finish_step(names, means, finite, all_gather)
+        super().finish_step(names, means, finite, all_gather)
 
 
 class WaveringTopK(Wavering, TopK):
