@@ -36,6 +36,8 @@ REMOVED: dict[str, str] = {
     "AdamCorrection.refresh_steps": "use second_moment_interval instead",
     "Rule": "use DensityRule instead",
     "Compressor.selects_across_group": "use selects_across_bucket instead",
+    "Compressor.density_of": "set the attribute densities instead, a dictionary",
+    "Compressor.least_density": "leave it out, because the attribute densities has the smallest density",
     "Compressor.adapts_density": "use adaptive_density instead",
     "LAGS.adapts_density": "use adaptive_density instead",
 }

@@ -63,7 +63,7 @@ def echo_pipeline(
         settings.memory_for({torch.float32}, levels),
         settings.wires_for(0, ranks),
         levels,
-        density_of=lambda name: compressor.density_of(name, settings.density),
+        density_of=lambda name: compressor.densities.get(name, settings.density),
     )
 
 

@@ -230,7 +230,7 @@ class VirtualRank:
             self._rounds = LocalStepsController(shared)
 
         def target_of(name: str) -> float:
-            return compressor.density_of(name, settings.density)
+            return compressor.densities.get(name, settings.density)
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory, print)

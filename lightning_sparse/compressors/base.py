@@ -131,6 +131,7 @@ class Compressor(ABC):
         replicas_diverge: whether ranks apply different updates.
         param_sync_every: steps between averages of diverged parameters over ranks; ``None`` for never.
         feedback: settings of error feedback.
+        densities: density by parameter name; all other parameters have the strategy's density.
         adaptive_density: whether ``schedule="merged"`` may raise a density if backward hides the longer exchange.
             Requires a ``dense_wire_format``, and a method that accepts any density.
     """
@@ -147,6 +148,7 @@ class Compressor(ABC):
     replicas_diverge: ClassVar[bool] = False
     param_sync_every: Optional[int] = None
     feedback: ErrorFeedback = ErrorFeedback()
+    densities: Mapping[str, float] = {}
     adaptive_density: bool = False
 
     def __init_subclass__(cls) -> None:
@@ -160,14 +162,6 @@ class Compressor(ABC):
             ValueError: if a setting does not fit the model.
         """
         return
-
-    def density_of(self, name: str, density: float) -> float:
-        """Return the density of one parameter if the model has the given ``density``."""
-        return density
-
-    def least_density(self, density: float) -> float:
-        """Return the smallest density of any parameter if the model has the given ``density``."""
-        return density
 
     def begin_step(self, density: float) -> None:
         """Set the density of the next step, which a warm-up may raise. May run before :meth:`begin`."""
@@ -188,9 +182,7 @@ class Compressor(ABC):
         """Return the size of a selection from ``numel`` elements. Override this unless ``select`` selects ``count``."""
         return SelectionSize(numel, count)
 
-    def finish_step(
-        self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather
-    ) -> None:
+    def finish_step(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather) -> None:
         """Update the state after the exchange of a step's last bucket.
 
         Args:

@@ -37,8 +37,8 @@ class LAGS(TopK):
 
     Example::
 
-        >>> LAGS(densities={"encoder.weight": 0.01}).density_of("encoder.weight", 0.001)
-        0.01
+        >>> LAGS(densities={"encoder.weight": 0.01}).densities
+        {'encoder.weight': 0.01}
     """
 
     def __init__(
@@ -58,11 +58,3 @@ class LAGS(TopK):
     def begin(self, layout: ModelLayout) -> None:
         for name in self.densities:
             checked_name("densities", name, (*layout.names, *layout.frozen))
-
-    @override
-    def density_of(self, name: str, density: float) -> float:
-        return self.densities.get(name, density)
-
-    @override
-    def least_density(self, density: float) -> float:
-        return min([density, *self.densities.values()])

@@ -223,7 +223,7 @@ class Settings:
     @property
     def least_density(self) -> float:
         """The lowest density that any parameter may have."""
-        return self.compressor.least_density(self.density)
+        return min([self.density, *self.compressor.densities.values()])
 
     def correcting_adam(self) -> Self:
         """Return a copy of these settings in which Adam is corrected."""

@@ -45,7 +45,7 @@ class Simulation:
     def _select(self, compressor, flat):
         compressor.begin_step(self.density)
         counts = [
-            element_count(n, compressor.density_of(name, self.density)) for name, n in zip(self.names, self.numels)
+            element_count(n, compressor.densities.get(name, self.density)) for name, n in zip(self.names, self.numels)
         ]
         selections = compressor.select(self.names, flat.split(self.numels), counts)
         starts = torch.tensor([0, *self.numels]).cumsum(0).tolist()

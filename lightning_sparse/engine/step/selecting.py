@@ -77,7 +77,7 @@ class Densities:
 
     def target(self, name: str) -> float:
         """Return the density that the user has set for a parameter."""
-        return self._compressor.density_of(name, self._target)
+        return self._compressor.densities.get(name, self._target)
 
     def expect_steps(self, total_steps: Optional[int]) -> None:
         """Set the number of training steps. After a resume, the number from the checkpoint is used."""

@@ -36,11 +36,17 @@ class Wavering:
     """Densities that change in each step, so that parameters alternate between sparse and dense messages."""
 
     step = 0
+    names = ()
 
-    def density_of(self, name, density):
+    def begin(self, layout):
+        super().begin(layout)
+        self.names = layout.names
+
+    @property
+    def densities(self):
         """Send every second name dense, the others in the next step, and sometimes all or none."""
-        turn = (len(name) + self.step) % 2
-        return {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4] or density
+        turns = {name: (len(name) + self.step) % 2 for name in self.names}
+        return {name: 1.0 for name, turn in turns.items() if {0: turn, 1: turn, 2: 1, 3: 0}[self.step % 4]}
 
     def finish_step(self, names, means, finite, all_gather):
         self.step += 1
