@@ -111,7 +111,7 @@ def test_no_host_waits_whatever_the_system(system, schedule):
 
 
 # The number of elements above a threshold is unknown on the host: the size of a position message and of a union.
-SIZED = Counter({"engine/wire/reduce.py:exchange": 2, "functional/elements.py:counts_of": 1})
+SIZED = Counter({"engine/wire/reduce.py:agree": 2, "functional/elements.py:counts_of": 1})
 CHOOSING = Counter(
     {
         "compressors/exdyna.py:_first_not_finite": 1,
