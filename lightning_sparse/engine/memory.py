@@ -60,7 +60,6 @@ class Hyperparameters(NamedTuple):
     learning_rate: Union[float, Tensor]  # a tensor belongs to the optimizer, and the host does not read it
     momentum: float = 0.0  # momentum that the memory applies in place of the optimizer
     nesterov: bool = False
-    adam: Optional[Any] = None  # Adam's state, if Adam's updates are computed before selection
 
 
 class Memory:
@@ -121,8 +120,8 @@ class Memory:
         """Overwrite flat gradients with means over ranks. Means of Adam's updates are converted to gradients."""
         scatter(gradients, means)
 
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
-        """Before a step's first bucket, average the gradients that update Adam's second moments, on all ranks."""
+    def refresh(self, moments: Mapping[str, Any]) -> None:
+        """Before a step's first bucket, set Adam's state for the step, and update second moments, on all ranks."""
 
     def on_finite(self, finite: Tensor) -> None:
         """Receive a flag, bool ``[]``: whether all messages are finite. :meth:`update_residual` runs later."""

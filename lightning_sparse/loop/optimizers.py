@@ -86,7 +86,7 @@ class OptimizerView:
         holds the mean of the earlier exchange.
         """
         next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
-        return next_step._replace(hyperparameters={**self._hyperparameters(continued), **next_step.hyperparameters})
+        return next_step._replace(hyperparameters=self._hyperparameters(continued))
 
     def _hyperparameters(self, continued: AbstractSet[Tensor]) -> dict[str, Hyperparameters]:
         """Return the hyperparameters of the next step, by parameter name; empty if compression uses none."""

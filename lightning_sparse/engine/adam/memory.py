@@ -71,7 +71,7 @@ class AdamMemory(Memory):
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
         self.correction = correction
         self._levels = levels
-        self.moments: dict[str, AdamMoments] = {}  # Adam's state for the next step; empty after a load
+        self.moments: Mapping[str, AdamMoments] = {}  # Adam's state for the next step; empty after a load
         # step number of each second moment's last update; an entry exists while the parameter's residual holds updates
         self.second_steps: dict[str, int] = {}
         self._update_norms: dict[str, Tensor] = {}  # norms of updates, if ``is_watched``
@@ -83,8 +83,7 @@ class AdamMemory(Memory):
         self._finite = torch.ones((), device=levels.inter.device)
 
     @override
-    def refresh(self, hyperparameters: Mapping[str, Hyperparameters]) -> None:
-        moments = {name: each.adam for name, each in hyperparameters.items() if each.adam is not None}
+    def refresh(self, moments: Mapping[str, AdamMoments]) -> None:
         for name in [name for name in self.second_steps if name not in moments]:
             self._return_to_gradients(name)
         self.moments = moments

@@ -14,7 +14,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, DenseNorms
-from lightning_sparse.engine.memory import Hyperparameters, in_one, in_widened, optimizer_parameters
+from lightning_sparse.engine.memory import in_one, in_widened, optimizer_parameters
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates, to_updates
@@ -270,8 +270,7 @@ class AdamSteps:
             begun: parameters that had an exchange in this step.
         """
         self._updates.drop()
-        hyperparameters: dict[str, Hyperparameters] = {}
-        warm_up = self.warm_up.length
+        warm_up, moments = self.warm_up.length, dict[str, AdamMoments]()
         groups = list(self.counts.groups())
         # A parameter in several optimizers is dense until each optimizer has made the warm-up steps: any may step next.
         whole = {
@@ -282,18 +281,17 @@ class AdamSteps:
         }
         self._norms.names = {each: name for *_, members in groups for each, name, _ in members if name in whole}
         for optimizer, group, members in groups:
-            settings, rate = _settings(optimizer, group), group["lr"]
+            settings = _settings(optimizer, group)
             for parameter, name, count in members:
                 if name in whole:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 self._norms.undo_clipping(name, *tensors[:2])
                 is_begun, continues = parameter in begun, parameter in continued
-                moments = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), is_begun, continues)
-                hyperparameters[name] = Hyperparameters(rate, adam=moments)
-        if hyperparameters:
+                moments[name] = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), is_begun, continues)
+        if moments:
             self._memory.warm_up = warm_up
-        return StepContext(None, hyperparameters, whole, self.warm_up.progress)
+        return StepContext(moments=moments, dense=whole, warm_up_progress=self.warm_up.progress)
 
     @torch.no_grad()
     def store_updates(self, loss_scale: Optional[Tensor]) -> None:

@@ -41,7 +41,7 @@ different nodes exchange selections. Commit ends with an all-gather of the share
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ class StepContext(NamedTuple):
 
     loss_scale: Optional[Tensor] = None  # scale of the loss, one element; residuals are stored unscaled
     hyperparameters: Mapping[str, Hyperparameters] = {}  # settings by parameter name; empty without an optimizer
+    moments: Mapping[str, Any] = {}  # Adam's state by name of each parameter that is corrected in this step
     dense: AbstractSet[str] = frozenset()  # names of parameters that are sent dense until Adam is corrected
     warm_up_progress: float = 1.0  # completed fraction of Adam's warm-up, from 0 to 1
 
@@ -104,7 +105,7 @@ class Pipeline:
 
     def refresh(self) -> None:
         """Before the first bucket of a backward, update Adam's second moments."""
-        self.memory.refresh(self.context.hyperparameters)
+        self.memory.refresh(self.context.moments)
 
     def exchange(self, bucket: Sequence[LocalGradient], used: Optional[Tensor] = None) -> list[BucketResult]:
         """Add residuals to a bucket, send the selected elements, and receive the selections of other ranks.
