@@ -234,8 +234,7 @@ class VirtualRank:
 
         parameters = dict(self.network.named_parameters())
         self._view = OptimizerView(parameters, [self.optimizer], settings.feedback, target_of, memory, print)
-        if (adam := self._view.adam) is not None:
-            adam.warm_up.total_steps = total_steps
+        memory.total_steps = total_steps
 
     def step(self, loss: Tensor) -> None:
         """Make an optimizer step with the mean gradient, or with what a method makes of it; on all ranks at once."""

@@ -74,6 +74,7 @@ class Memory:
 
     corrects_adam: bool = False  # whether the residual holds updates of Adam or AdamW, not gradients
     is_watched: bool = False  # whether to record :meth:`update_norms`; set this before a step
+    total_steps: Optional[int] = None  # optimizer steps of the training; ``None`` if unknown
 
     def __init__(
         self, local_clip_norm: Optional[float] = None, rescale_on_lr_change: bool = False, decay: float = 1.0

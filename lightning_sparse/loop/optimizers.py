@@ -72,20 +72,14 @@ class OptimizerView:
         """Set the model's current parameters, by name."""
         self._names = {parameter: name for name, parameter in parameters.items()}
         if self.adam is not None:
-            self.adam.counts.set_names(self._names)
+            self.adam.counts.names = self._names
 
-    def next_step(
-        self,
-        is_dense: bool = False,
-        continued: AbstractSet[Tensor] = frozenset(),
-        begun: AbstractSet[Tensor] = frozenset(),
-    ) -> StepContext:
+    def next_step(self, is_dense: bool = False, continued: AbstractSet[Tensor] = frozenset()) -> StepContext:
         """Return the :class:`StepContext` of the next exchange.
 
-        Parameters in ``begun`` were exchanged earlier in this step. For parameters in ``continued``, ``.grad`` still
-        holds the mean of the earlier exchange.
+        For parameters in ``continued``, ``.grad`` holds the mean of an earlier exchange of this step.
         """
-        next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued, begun)
+        next_step = StepContext() if self.adam is None else self.adam.next_step(is_dense, continued)
         return next_step._replace(hyperparameters=self._hyperparameters(continued))
 
     def _hyperparameters(self, continued: AbstractSet[Tensor]) -> dict[str, Hyperparameters]:

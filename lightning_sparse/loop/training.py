@@ -117,8 +117,7 @@ class Session:
         if (training := self.training) is None:
             return
         training.engine.densities.expect_steps(total_steps)
-        if (adam := training.view.adam) is not None:
-            adam.warm_up.total_steps = total_steps
+        training.engine.memory.total_steps = total_steps
 
     def _end_training(self, has_failed: bool = False, keeps_state: bool = False) -> None:
         """End the training. If ``keeps_state``, store the final state on the CPU. A second call does nothing.
@@ -233,16 +232,12 @@ class Training:
         self.engine.restart(present.parameters, {name: present.names.get(each) for each, name in before.names.items()})
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        before = self.view.adam
         check_optimizers(self.settings, optimizers)
         self.optimizers = optimizers
         self.view.close()
         self.steps.close()
         self._attend()
         warn_of_adaptive(self.settings, optimizers)
-        if before is not None and self.view.adam is not None:
-            self.view.adam.see_other_states()
-            self.view.adam.warm_up.resume_from(before.warm_up)
 
     def begin_batch(self, optimizers: Optional[Sequence[Optimizer]] = None) -> None:
         """Before a forward, process changed parameters, and begin the first round of local steps."""
@@ -269,7 +264,7 @@ class Training:
         """Begin the dense or compressed exchange of a backward, before the first gradient is ready."""
         self.engine.worker.raise_error()
         adam, choice, reducer = self.view.adam, self.choice, self.engine.reducer
-        is_warm_up = adam is not None and adam.warm_up.is_dense
+        is_warm_up = adam is not None and adam.is_dense
         is_dense = is_warm_up or (choice is not None and choice.wants_dense)
         if is_dense != reducer.is_dense:
             self.engine.send_dense(is_dense)
@@ -279,7 +274,7 @@ class Training:
         elif not continued:
             self.engine.recorder.totals.begun += 1
         self._reset_loaded()
-        context = self.view.next_step(is_dense, continued, reducer.reduced.begun)
+        context = self.view.next_step(is_dense, continued)
         if (scaler := self._given.scaler) is not None:  # not `get_scale`, which synchronizes with the device
             context = context._replace(loss_scale=scaler.scale(torch.ones((), device=self.device)))
         self.engine.begin_backward(context)

@@ -367,7 +367,7 @@ def test_numbers_out_of_range_are_refused(given):
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])
 def test_the_larger_a_model_the_more_turns_its_second_moments_take(million, turns):
     tensors = 3 * [torch.empty(2, device="meta")]
-    moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), False, False)
+    moments = AdamMoments(100, *tensors, 0.9, 0.999, 1e-8, 0.0, round(20_000 * million), False)
     due = first_updates(dict.fromkeys(map(str, range(50)), moments), 10)
     assert sorted(set(due.values())) == list(range(100, 110, 10 // turns))
 

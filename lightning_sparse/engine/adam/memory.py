@@ -47,7 +47,6 @@ class AdamMoments(NamedTuple):
     eps: float
     decay: float  # coupled weight decay; 0 if decoupled
     numel: int  # number of elements of the whole parameter, not of a shard
-    is_begun: bool  # whether an earlier backward of the same step exchanged gradients; equal on all ranks
     continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the same step
 
     def scalars(self, second_step: int) -> AdamScalars:
@@ -69,7 +68,7 @@ class AdamMemory(Memory):
     def __init__(self, levels: FlatTopology, correction: AdamCorrection, rescale_on_lr_change: bool = False) -> None:
         super().__init__(None, rescale_on_lr_change)
         self.warm_up: Optional[WarmUp] = None  # lengths of the warm-up, set when the first parameter ends the warm-up
-        self.correction = correction
+        self._correction = correction
         self._levels = levels
         self.moments: Mapping[str, AdamMoments] = {}  # Adam's state for the next step; empty after a load
         # step number of each second moment's last update; an entry exists while the parameter's residual holds updates
@@ -82,23 +81,36 @@ class AdamMemory(Memory):
         # 1 if the last exchange was finite, else 0; allocated on the caller's stream, which reads the flag
         self._finite = torch.ones((), device=levels.inter.device)
 
+    @property
+    def warm_up_length(self) -> WarmUp:
+        """Lengths of the warm-up. Default lengths do not change after a parameter has ended the dense steps."""
+        if self.warm_up is None or self._correction.warmup_steps:
+            return self._correction.warm_up(self.total_steps)
+        return self.warm_up
+
     @override
     def refresh(self, moments: Mapping[str, AdamMoments]) -> None:
         for name in [name for name in self.second_steps if name not in moments]:
             self._return_to_gradients(name)
-        self.moments = moments
-        for name in [name for name in moments if name not in self.second_steps]:
-            self._turn_to_updates(name)
-        self._update_second_moments()
+        before, self.moments = self.moments, moments
+        for name, each in moments.items():
+            if name not in self.second_steps:
+                self._turn_to_updates(name)
+            elif name in before and before[name].second.data_ptr() != each.second.data_ptr():  # after a load
+                self.second_steps[name] = each.step - 1
+                self._drop_update(name)
+        self._update_second_moments(before)
 
-    def _update_second_moments(self) -> None:
-        """Average the previous step's requested gradients, and update second moments.
+    def _update_second_moments(self, before: Mapping[str, AdamMoments]) -> None:
+        """Average the requested gradients of completed steps, and update second moments.
 
         The average overlaps backward. Gradients of the current step are complete only after backward.
         """
-        least, gradients = self.correction.second_moment_interval, dict[str, Tensor]()
+        least, gradients = self._correction.second_moment_interval, dict[str, Tensor]()
         for name, moments in self.moments.items():
-            if name in self._gradients and not moments.is_begun:  # a gradient of a completed step
+            # Otherwise, the step number is that of ``before``: an earlier backward of this step stored the gradient.
+            is_completed = name not in before or before[name].step < moments.step
+            if is_completed and name in self._gradients:
                 gradients[name], step = self._gradients.pop(name), moments.step - 1
                 self._due[name] = step + max(least, int(_GROWTH * step))
         for names in list(_messages(gradients, self.moments)):
@@ -150,11 +162,6 @@ class AdamMemory(Memory):
         for name in self._residuals.keys() & names:  # second moments, which the optimizer stores, do not change
             self._residuals[name].zero_()
             self._gradients.pop(name, None)
-
-    def on_replaced_moments(self, name: str, step: int) -> None:
-        """Receive the step count of a parameter with another second moment, for example after a load."""
-        self.second_steps[name] = step
-        self._drop_update(name)
 
     def _drop_update(self, name: str) -> None:
         self._due.pop(name, None)

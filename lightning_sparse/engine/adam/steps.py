@@ -1,9 +1,8 @@
 """The optimizer steps of corrected Adam, which apply the mean update and weight decay."""
 
 import inspect
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple, Optional
 
@@ -14,7 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_sparse.engine.adam.correction import WarmUp
 from lightning_sparse.engine.adam.memory import AdamMemory, AdamMoments, DenseNorms
-from lightning_sparse.engine.memory import in_one, in_widened, optimizer_parameters
+from lightning_sparse.engine.memory import in_one, in_widened
 from lightning_sparse.engine.step.reducer import after_closure
 from lightning_sparse.engine.step.step import StepContext
 from lightning_sparse.functional.adam import apply_updates, to_updates
@@ -41,97 +40,55 @@ def is_correctable(optimizer: Optimizer) -> bool:
     return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
 
 
-@dataclass
+Groups = list[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]
+
+
 class StepCounts:
     """Read step counts from optimizers, except for parameters outside of the model, or with a density of 1."""
 
-    optimizers: Sequence[Optimizer]
-    names: Mapping[Parameter, str]
-    target_of: Callable[[str], float]
-    # the tensor ``state["step"]``, and its version and value at the last read, by parameter
-    _counts: dict[Parameter, tuple[Tensor, int, int]] = field(default_factory=dict)
-    _most: Optional[int] = None  # cached result of ``most``; ``None`` after a step or a load
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names: Mapping[Parameter, str], target_of: Callable[[str], float]
+    ) -> None:
+        self.names = names
+        self._optimizers = optimizers
+        self._target_of = target_of
+        self._known: dict[Tensor, tuple[int, int]] = {}  # version and value of each counter ``state["step"]``
 
-    def groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]:
-        """Yield each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
-        for optimizer in self.optimizers:
-            known = ((each, self.names.get(each)) for each in optimizer_parameters(optimizer))
-            named = {each: name for each, name in known if name is not None and self.target_of(name) < 1}
-            counts = self._of(optimizer, named)
+    def groups(self) -> Groups:
+        """Return each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
+        sparse = {each for each, name in self.names.items() if self._target_of(name) < 1}
+        states = [optimizer.state[each] for optimizer in self._optimizers for each in sparse & optimizer.state.keys()]
+        self._read([state["step"] for state in states if "step" in state])
+        groups: Groups = []
+        for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                members = [(each, named[each], counts.get(each, 0)) for each in group["params"] if each in named]
-                yield optimizer, group, members
-
-    @property
-    def most(self) -> int:
-        """The largest step count of any parameter, or -1 without parameters."""
-        if self._most is None:
-            self._most = max((count for *_, members in self.groups() for *_, count in members), default=-1)
-        return self._most
-
-    def set_names(self, names: Mapping[Parameter, str]) -> None:
-        """Set the names of the model's current parameters."""
-        self.names, self._most = names, None
-
-    def drop_cache(self, *event: Any) -> None:
-        """Drop the cached count after a step or a load."""
-        self._most = None
+                members = [each for each in group["params"] if each in sparse]
+                counted = [(each, self.names[each], self._count_of(optimizer, each)) for each in members]
+                groups.append((optimizer, group, counted))
+        return groups
 
     def count(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Add 1 to the step counts of parameters that :class:`AdamSteps` updates in place of the optimizer."""
-        counters = {parameter: optimizer.state[parameter]["step"] for parameter in parameters}
-        torch._foreach_add_(list(counters.values()), 1)
-        for parameter, counter in counters.items():
-            self._counts[parameter] = (counter, counter._version, self._counts[parameter][2] + 1)
+        counters = [optimizer.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(counters, 1)
+        self._known.update({each: (each._version, self._known[each][1] + 1) for each in counters})
 
-    def _of(self, optimizer: Optimizer, among: Container[Parameter]) -> dict[Parameter, int]:
-        """Return step counts. Read a counter from its device only if the counter is new, or changed by other code."""
-        known, states = self._counts, list[tuple[Any, dict[str, Any]]](optimizer.state.items())
-        held = ((each, state.get("step")) for each, state in states if each in among)
-        counters = {each: counter for each, counter in held if counter is not None}
-        stale = {
-            each: counter
-            for each, counter in counters.items()
-            if each not in known or known[each][0] is not counter or known[each][1] != counter._version
-        }
-        # Counters may be on the host, or on a device after a load with map_location.
-        like = max(stale.values(), key=lambda counter: counter.device.type != "cpu", default=None)
-        numbers = () if like is None else in_one(list(stale.values()), like).tolist()
-        for (parameter, counter), number in zip(stale.items(), numbers):
-            known[parameter] = (counter, counter._version, int(number))
-        return {each: known[each][2] for each in counters}
+    def _read(self, counters: Sequence[Tensor]) -> None:
+        """Read counters from their device, but only counters that are new, or changed by other code."""
+        stale = [each for each in counters if each not in self._known or self._known[each][0] != each._version]
+        if stale:
+            # Counters may be on the host, or on a device after a load with map_location.
+            numbers = in_one(stale, max(stale, key=lambda each: each.device.type != "cpu")).tolist()
+            self._known.update({each: (each._version, int(number)) for each, number in zip(stale, numbers)})
+
+    def _count_of(self, optimizer: Optimizer, parameter: Parameter) -> int:
+        state = optimizer.state.get(parameter, {})
+        return self._known[state["step"]][1] if "step" in state else 0
 
 
-@dataclass
-class AdamWarmUp:
-    """Adam's warm-up: first dense steps, and then steps with falling density."""
-
-    counts: StepCounts
-    memory: AdamMemory
-    total_steps: Optional[int] = None  # length of the training; ``None`` if unknown
-
-    @property
-    def length(self) -> WarmUp:
-        """Lengths of the warm-up. Default lengths do not change after a parameter has ended the dense steps."""
-        correction, ended = self.memory.correction, self.memory.warm_up
-        return correction.warm_up(self.total_steps) if ended is None or correction.warmup_steps else ended
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the next step sends dense gradients of all parameters, because none has completed the warm-up."""
-        return 0 <= self.counts.most < self.length.warmup_steps
-
-    @property
-    def progress(self) -> float:
-        """Completed fraction of the steps with falling density, from 0 to 1."""
-        (dense, fall), steps = self.length, self.counts.most
-        return 1.0 if steps < 0 or steps - dense >= fall else max(0, steps - dense) / max(1, fall)
-
-    def resume_from(self, before: "AdamWarmUp") -> None:
-        """Continue an earlier warm-up with new optimizers. If the optimizers have no steps, the warm-up restarts."""
-        self.total_steps = before.total_steps
-        if not self.counts.most:
-            self.memory.warm_up = None
+def most_steps(groups: Groups) -> int:
+    """Return the largest step count of any parameter, or -1 without parameters."""
+    return max((count for *_, members in groups for *_, count in members), default=-1)
 
 
 class MeanUpdates:
@@ -233,7 +190,6 @@ class AdamSteps:
         warn: Callable[[], None],
     ) -> None:
         self.counts = StepCounts(optimizers, names, target_of)
-        self.warm_up = AdamWarmUp(self.counts, memory)
         self._memory = memory
         self._updates = MeanUpdates(self.counts, memory, warn)
         self._norms = DenseNorms(memory)
@@ -242,36 +198,22 @@ class AdamSteps:
         self._handles: list[Any] = []
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(after_closure(self._step)))
-            self._handles.append(optimizer.register_step_post_hook(self.counts.drop_cache))
             self._handles.append(optimizer.register_step_post_hook(self._show))
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self.see_other_states))
             self._handles.append(optimizer.register_state_dict_post_hook(self._updates.remove_from))
 
-    def see_other_states(self, *event: Any) -> None:
-        """Detect replaced second moments after a load of optimizer states or a change of optimizers."""
-        self._updates.drop()
-        self.counts.drop_cache()
-        for optimizer, _, members in self.counts.groups():
-            for parameter, name, count in members:
-                second, known = optimizer.state.get(parameter, {}).get("exp_avg_sq"), self._memory.moments.get(name)
-                if not count or second is None or known is None:
-                    continue  # no tensor to compare, as before the first step or after a load
-                if known.second.data_ptr() != local_tensor(second).data_ptr():
-                    self._memory.on_replaced_moments(name, count)
+    @property
+    def is_dense(self) -> bool:
+        """Whether the next step sends dense gradients of all parameters, because none has completed the warm-up."""
+        return 0 <= most_steps(self.counts.groups()) < self._memory.warm_up_length.warmup_steps
 
-    def next_step(
-        self, is_dense: bool, continued: AbstractSet[Tensor] = frozenset(), begun: AbstractSet[Tensor] = frozenset()
-    ) -> StepContext:
-        """Return the context of the next step.
+    def next_step(self, is_dense: bool, continued: AbstractSet[Tensor]) -> StepContext:
+        """Return the context of the next step, which sends all gradients dense if ``is_dense``.
 
-        Args:
-            is_dense: whether the step sends all gradients dense.
-            continued: parameters with a gradient that holds a mean of an earlier exchange of this step.
-            begun: parameters that had an exchange in this step.
+        The gradients of parameters in ``continued`` hold the mean of an earlier exchange of this step.
         """
         self._updates.drop()
-        warm_up, moments = self.warm_up.length, dict[str, AdamMoments]()
-        groups = list(self.counts.groups())
+        warm_up, moments = self._memory.warm_up_length, dict[str, AdamMoments]()
+        groups = self.counts.groups()
         # A parameter in several optimizers is dense until each optimizer has made the warm-up steps: any may step next.
         whole = {
             name
@@ -287,11 +229,12 @@ class AdamSteps:
                     continue
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 self._norms.undo_clipping(name, *tensors[:2])
-                is_begun, continues = parameter in begun, parameter in continued
-                moments[name] = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), is_begun, continues)
+                moments[name] = AdamMoments(
+                    count + 1, *tensors, *settings, parameter.numel(), continues_step=parameter in continued
+                )
         if moments:
             self._memory.warm_up = warm_up
-        return StepContext(moments=moments, dense=whole, warm_up_progress=self.warm_up.progress)
+        return StepContext(moments=moments, dense=whole, warm_up_progress=_progress(warm_up, most_steps(groups)))
 
     @torch.no_grad()
     def store_updates(self, loss_scale: Optional[Tensor]) -> None:
@@ -359,6 +302,12 @@ class AdamSteps:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
+
+
+def _progress(warm_up: WarmUp, steps: int) -> float:
+    """Return the completed fraction of the steps with falling density, from 0 to 1; 1 if ``steps`` is negative."""
+    dense, fall = warm_up
+    return 1.0 if steps < 0 or steps - dense >= fall else max(0, steps - dense) / max(1, fall)
 
 
 def _is_decoupled(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
