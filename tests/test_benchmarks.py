@@ -1,6 +1,7 @@
 import csv
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from tests.helpers.examples import BENCHMARKS, load
 
 network, paced = map(load, ["network", "paced"])
+ROOT = BENCHMARKS.parents[1]
 BACKPROP = Path(__file__).parent / "schedule" / "resnet50_backprop.csv"
 needs_network = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
 
@@ -60,8 +62,7 @@ def test_every_script_begins(script):
 )
 def test_every_script_runs_in_its_smallest_form(tmp_path, words):
     script, *options = words.split()
-    root = str(BENCHMARKS.parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(BENCHMARKS / script), *options]
     # Scripts use the same network names, and another worker may run one at the same time.
     with (tmp_path.parent.parent / "network.lock").open("w") as lock:
@@ -111,3 +112,29 @@ def test_network_keeps_rate_and_delay_and_leaves_nothing_behind():
     assert 1e7 < bits_per_second < 1.1e8
     assert "WITHOUT" in hosts.description or round_trip >= 4e-3
     assert f"lstest{os.getpid()}" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+@needs_network
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_page_on_two_machines_does_what_it_says(tmp_path):
+    page = (ROOT / "docs" / "two-machines.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    commands = [code for language, code in blocks if language == "bash"]
+    (script,), (seen,) = ([code for language, code in blocks if language == wanted] for wanted in ("python", ""))
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with network.ShapedNetwork(hosts=2, rate="1gbit", delay="0", name="lspage") as hosts:
+        processes = []
+        for host, command in enumerate(commands):
+            (tmp_path / str(host)).mkdir()
+            (tmp_path / str(host) / "train.py").write_text(script)
+            piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            words = ["bash", "-ec", command]
+            processes.append(hosts.start(host, words, environment, cwd=tmp_path / str(host), **piped))
+        first, second = (process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], first + second
+    positions = [first.find(line) for line in seen.splitlines()]
+    assert -1 not in positions, first
+    assert positions == sorted(positions)
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in second

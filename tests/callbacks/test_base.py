@@ -43,24 +43,6 @@ def test_another_strategy_is_refused_or_warned_of_and_the_same_callback_twice_is
         build().setup(twice, Small(), "fit")
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "argument", "values"),
-    [
-        (ReplicaSentinel, ValueError, "every_n_steps", (0, -1, 2.5, True, "often")),
-        (OverlapTimeline, ValueError, "steps", ([], [-1], [1.5], "12", 7)),
-        (MomentumCorrection, ValueError, "momentum", (1.0, None)),
-        (MomentumCorrection, ValueError, "clip_norm", (0.0,)),
-        (AdaptiveDensity, TypeError, "rules", ([], ["warmup"], ErrorBudget(1))),
-        (lambda max_density: AdaptiveDensity([ErrorBudget(1)], max_density), ValueError, "max_density", (0.0,)),
-        (lambda every_n_steps: AdaptiveDensity([ErrorBudget(1)], 1, every_n_steps), ValueError, "every_n_steps", (0,)),
-    ],
-)
-def test_arguments_out_of_range_are_refused(build, error, argument, values):
-    for value in values:
-        with pytest.raises(error, match=argument):
-            build(**{argument: value})
-
-
 class Other(AdaptiveDensity):
     """Another callback that sets densities."""
 

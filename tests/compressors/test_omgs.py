@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_sparse.compressors import OMGS
 from lightning_sparse.schedule import FixedSize, Schedule
-from tests.compressors.virtual import assert_same_as_virtual
+from tests.compressors.virtual import DENSITY, VirtualTopK, assert_same_as_virtual
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import (
     WIRES,
@@ -15,36 +15,12 @@ from tests.helpers.sparse_ddp import (
     watch_gradients,
 )
 
-DENSITY = 0.05
 LAYERS = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
 
 
 class LayerByLayer(Schedule):
     def closes_bucket(self, newest, numel):
         return numel in (64 * 48 + 48, 48 * 20 + 20)
-
-
-class VirtualOMGS:
-    """Top-k per bucket for N workers, with fixed buckets."""
-
-    def __init__(self, groups):
-        self.groups = groups
-        self.residuals = {}
-
-    def __call__(self, gradients, rate):
-        means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
-        for rank, gradient in enumerate(gradients):
-            for group in self.groups:
-                accumulated = [self.residuals.get((rank, name), 0.0) + gradient[name] for name in group]
-                flat = torch.cat(accumulated)
-                sent = torch.zeros_like(flat)
-                for position in flat.abs().argsort(descending=True)[: max(1, round(DENSITY * flat.numel()))]:
-                    sent[position] = flat[position]
-                pieces = sent.split([tensor.numel() for tensor in accumulated])
-                for name, tensor, piece in zip(group, accumulated, pieces):
-                    self.residuals[rank, name] = tensor - piece
-                    means[name] += piece / len(gradients)
-        return means
 
 
 @pytest.mark.sampled
@@ -60,7 +36,7 @@ class VirtualOMGS:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_omgs_equals_its_reference(pools, ranks, schedule, groups):
     settings = {"compressor": OMGS(), "density": DENSITY, "schedule": schedule}
-    assert_same_as_virtual(pools[ranks], settings, VirtualOMGS(groups))
+    assert_same_as_virtual(pools[ranks], settings, VirtualTopK(groups))
 
 
 class ManyTypes(Edges):

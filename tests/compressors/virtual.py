@@ -1,5 +1,7 @@
 """Compare the engine in real processes with a slow algorithm for N virtual workers."""
 
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,39 @@ from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import backpropagate, batch, sparse_ddp
 
 Tensors = dict[str, Tensor]
+DENSITY = 0.05
+
+
+def largest(tensor, density):
+    return tensor.abs().argsort(descending=True)[: max(1, round(density * tensor.numel()))]
+
+
+class VirtualTopK:
+    """Top-k of each bucket for N workers, with residuals. Each parameter is a bucket unless ``buckets`` are given.
+
+    ``densities`` has densities of parameters.
+    """
+
+    def __init__(self, buckets=(), densities=MappingProxyType({}), in_update_units=False):
+        self.buckets, self.densities = buckets, densities
+        self.in_update_units = in_update_units
+        self.residuals = {}
+
+    def __call__(self, gradients, rate):
+        unit = rate if self.in_update_units else 1.0
+        means = {name: torch.zeros_like(gradient) for name, gradient in gradients[0].items()}
+        for rank, gradient in enumerate(gradients):
+            for names in self.buckets or [[name] for name in gradient]:
+                accumulated = [self.residuals.get((rank, name), 0.0) + unit * gradient[name] for name in names]
+                flat = torch.cat(accumulated)
+                positions = largest(flat, self.densities.get(names[0], DENSITY))
+                sent = torch.zeros_like(flat)
+                sent[positions] = flat[positions]
+                pieces = sent.split([tensor.numel() for tensor in accumulated])
+                for name, tensor, piece in zip(names, accumulated, pieces):
+                    self.residuals[rank, name] = tensor - piece
+                    means[name] += piece / unit / len(gradients)  # division before addition, in rank order
+        return means
 
 
 class Net(nn.Module):

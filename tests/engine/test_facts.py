@@ -5,8 +5,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.engine.observe import Recorder, Span, StepRecord, mean_stats
-from tests.helpers.sparse_ddp import DENSITY, DIFFERENT_NAMES, Edges, backpropagate, batch, sparse_ddp
+from lightning_sparse.engine.observe import ParameterSamples, Recorder, Span, StepRecord, mean_stats
+from lightning_sparse.testing.wrapping import residuals_like
+from tests.helpers.sparse_ddp import (
+    DENSITY,
+    DIFFERENT_NAMES,
+    Edges,
+    backpropagate,
+    batch,
+    sgd_steps,
+    sparse_ddp,
+    watch_gradients,
+)
 
 
 def reachable_bytes(thing):
@@ -93,3 +103,44 @@ def test_a_wait_after_a_step_counts_once():
     for mark in marks:
         mark.has_passed = True
     assert mean_stats(recorder.last_step, has_levels=False)["exposed_seconds"] == 0.75
+
+
+def losses_of(rank, ddp, engine):
+    for step in range(4):
+        engine.recorder.samples = ParameterSamples() if step % 2 else None
+        engine.begin_backward()
+        yield ddp(batch(rank, step))
+
+
+def samples_of(rank, compressor):
+    """Return the samples of each step, sizes and norms outside of the engine, and the density of the step."""
+    torch.manual_seed(0)
+    book = []
+    with sparse_ddp(Edges(), compressor, DENSITY[compressor]) as (ddp, engine):
+        gradients = watch_gradients(ddp.module)
+        for _ in sgd_steps(ddp, engine, losses_of(rank, ddp, engine), lr=0.1):
+            residuals = residuals_like(engine, gradients)
+            outside = {
+                name: (gradient.numel(), float(gradient.norm()), float(residuals[name].norm()))
+                for name, gradient in gradients.items()
+            }
+            samples = engine.pipeline.recorder.last_samples
+            book.append(({} if samples is None else samples.facts(), outside, engine.compression_stats()["density"]))
+            engine.end_step()
+    return book
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
+def test_samples_say_what_the_step_did(pair, compressor):
+    for book in pair.run(samples_of, compressor):
+        assert book[0][0] == {}
+        for inside, outside, density in book[1::2]:
+            assert inside.keys() == outside.keys()
+            for name, fact in inside.items():
+                numel, gradient_norm, residual_norm = outside[name]
+                assert fact.numel == numel
+                assert fact.gradient_norm == pytest.approx(gradient_norm, rel=1e-5)
+                assert fact.residual_norm == pytest.approx(residual_norm, rel=1e-5, abs=1e-12)
+            elements = sum(fact.numel for fact in inside.values())
+            assert sum(fact.sent for fact in inside.values()) == pytest.approx(density * elements)

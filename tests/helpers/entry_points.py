@@ -108,6 +108,23 @@ def through_the_trainer(rank, settings, folder, resumes):
     return tensors_of(module.network)
 
 
+def train_steps(rank, model, optimizer, schedule, handle, steps, backward, save):
+    """Train, and evaluate the shared model every four steps, as validations of the Trainer do."""
+    for step in steps:
+        if step % 4 == 0:
+            model.eval()
+            handle.synchronize()
+            with handle.shared_model(), torch.no_grad():
+                model(rows_of(0, 0).to(DEVICE))
+            model.train()
+        backward(model(rows_of(rank, step).to(DEVICE))["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step + 1 == SAVED and steps[0] == 0:
+            save()
+
+
 @on_its_node
 def through_fabric(rank, settings, folder, resumes):
     path = folder / "fabric.ckpt"
@@ -123,20 +140,15 @@ def through_fabric(rank, settings, folder, resumes):
         state = {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
         if resumes:
             fabric.load(path, state)
-        for step in range(state["step"], STEPS):
-            if step % 4 == 0 and step:
-                model.eval()
-                strategy.synchronize()  # a validation of the Trainer does the same
-                with strategy.shared_model(), torch.no_grad():
-                    model(rows_of(0, 0).to(DEVICE))
-                model.train()
-            fabric.backward(model(rows_of(rank, step).to(DEVICE))["loss"])
+
+        def backward(loss):
+            fabric.backward(loss)
             fabric.clip_gradients(model, optimizer, max_norm=NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if step + 1 == SAVED:
-                fabric.save(path, {**state, "step": SAVED})
+
+        def save():
+            fabric.save(path, {**state, "step": SAVED})
+
+        train_steps(rank, model, optimizer, schedule, strategy, range(state["step"], STEPS), backward, save)
         strategy.close()
     return tensors_of(net)
 
@@ -157,24 +169,20 @@ def through_a_plain_loop(rank, settings, folder, resumes, handle_first=True, wra
                 part.load_state_dict(saved[name])
             if not handle_first:
                 handle.load_state(folder / "state")
-        for step in range(SAVED if resumes else 0, STEPS):
-            if step % 4 == 0:
-                model.eval()
-                handle.synchronize()
-                with handle.shared_model(), torch.no_grad():
-                    model(rows_of(0, 0).to(DEVICE))
-                model.train()
-            model(rows_of(rank, step).to(DEVICE))["loss"].backward()
+
+        def backward(loss):
+            loss.backward()
             clip_grad_norm_(net.parameters(), NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if step + 1 == SAVED and not resumes:
-                handle.save_state(folder / "state")
-                with handle.shared_model():
-                    if rank == 0:
-                        torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
-                dist.barrier()
+
+        def save():
+            handle.save_state(folder / "state")
+            with handle.shared_model():
+                if rank == 0:
+                    torch.save({name: part.state_dict() for name, part in parts.items()}, folder / "model.pt")
+            dist.barrier()
+
+        steps = range(SAVED if resumes else 0, STEPS)
+        train_steps(rank, model, optimizer, schedule, handle, steps, backward, save)
     return tensors_of(net)
 
 

@@ -10,6 +10,7 @@ from lightning_sparse.compressors import COMPRESSORS
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.settings import DEFAULTS, Settings
 from lightning_sparse.engine.wire import WIRES as _WIRES
+from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.invariants import GivenGradients, is_exact
 from lightning_sparse.testing.tensors import DEVICE
 from lightning_sparse.testing.wrapping import (
@@ -22,6 +23,7 @@ from lightning_sparse.testing.wrapping import (
     subject_of,
     watch_gradients,
 )
+from tests.helpers.trainers import learning_in_turns
 
 COMPRESSOR_NAMES = sorted(COMPRESSORS)
 SCHEDULE_NAMES = ["merged", "layerwise", "single"]
@@ -68,6 +70,33 @@ def sgd_steps(ddp, engine, losses, **settings):
         backpropagate(ddp, engine, loss)
         optimizer.step()
         yield step
+
+
+def corrected_steps(rank, correction, kind, settings, arguments, steps, poisoned=None, learns=True):
+    """Train with a corrected optimizer, without a Trainer. Yield before the first step and after every step.
+
+    The gradient of step ``poisoned`` is non-finite on rank 1, and the optimizer skips that step.
+    """
+    torch.manual_seed(0)
+    with learning_in_turns(learns), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
+        optimizer = kind(ddp.parameters(), **{"lr": 1e-3, **arguments})
+        parameters = dict(ddp.module.named_parameters())
+        view = OptimizerView(
+            parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory, print
+        )
+        gradients = watch_gradients(ddp.module)
+        yield ddp, engine, optimizer, gradients
+        for step in range(steps):
+            engine.begin_backward(view.next_step())
+            is_poisoned = step == poisoned
+            factor = float("nan") if is_poisoned and rank == 1 else 1.0
+            backpropagate(ddp, engine, ddp(batch(rank, step)) * factor)
+            if view.adam is not None:
+                view.adam.store_updates(None)
+            if not is_poisoned:
+                optimizer.step()
+            yield ddp, engine, optimizer, gradients
+        view.close()
 
 
 def train_branches(rank, settings, user=0):

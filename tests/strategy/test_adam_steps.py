@@ -8,51 +8,22 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMoments, first_updates
-from lightning_sparse.loop.optimizers import OptimizerView
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits, one_model, refusals
 from tests.helpers.resuming import Numbered
-from tests.helpers.sparse_ddp import Edges, backpropagate, batch, parameters_of, sparse_ddp, watch_gradients
-from tests.helpers.trainers import learning_in_turns, with_optimizer
+from tests.helpers.sparse_ddp import Edges, corrected_steps, parameters_of
+from tests.helpers.trainers import with_optimizer
 
 DENSE, REFRESH, STEPS, RATE = 3, 2, 12, 1e-3
 CORRECTION = AdamCorrection(warmup_steps=DENSE, density_decay_steps=0, second_moment_interval=REFRESH)
 CORRECTED = ["topk", "lags", "omgs", "dgc", "exdyna", "micro", "sdagc"]
 
 
-def corrected_steps(rank, kind, settings, arguments, steps, poisoned=None, correction=CORRECTION):
-    """Train with a corrected optimizer, without a Trainer. Yield before the first step and after every step.
-
-    The gradient of step ``poisoned`` is non-finite on rank 1, and the optimizer skips that step.
-    """
-    torch.manual_seed(0)
-    with learning_in_turns(), sparse_ddp(Edges(), correction=correction, **settings) as (ddp, engine):
-        optimizer = kind(ddp.parameters(), **{"lr": RATE, **arguments})
-        parameters = dict(ddp.module.named_parameters())
-        view = OptimizerView(
-            parameters, [optimizer], engine.settings.feedback, engine.densities.target, engine.memory, print
-        )
-        gradients = watch_gradients(ddp.module)
-        yield ddp, engine, optimizer, gradients
-        for step in range(steps):
-            engine.begin_backward(view.next_step())
-            is_poisoned = step == poisoned
-            factor = float("nan") if is_poisoned and rank == 1 else 1.0
-            inputs = batch(rank, step).to(torch.get_default_dtype())
-            backpropagate(ddp, engine, ddp(inputs) * factor)
-            if view.adam is not None:
-                view.adam.store_updates(None)
-            if not is_poisoned:
-                optimizer.step()
-            yield ddp, engine, optimizer, gradients
-        view.close()
-
-
 def train(rank, *settings):
     torch.manual_seed(0)
     start = {name: parameter.detach().clone() for name, parameter in Edges().named_parameters()}
     history, seen = [], []
-    training = corrected_steps(rank, *settings)
+    training = corrected_steps(rank, CORRECTION, *settings)
     next(training)
     for ddp, _, _, gradients in training:
         history.append(parameters_of(ddp))
@@ -163,7 +134,7 @@ def assert_close_to(expected, histories):
 
 def train_changing(rank, as_tensors):
     arguments = {"lr": torch.tensor(RATE) if as_tensors else RATE, "foreach": False}
-    training = corrected_steps(rank, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
+    training = corrected_steps(rank, CORRECTION, torch.optim.AdamW, {"density": 0.1}, arguments, 8)
     ddp, _, optimizer, _ = next(training)
     group = optimizer.param_groups[0]
     moved = group["params"].pop()
@@ -182,7 +153,7 @@ def watched_steps(rank, compressor, wire, steps):
     book = []
     settings = {"compressor": compressor, "density": 0.1, "wire": wire}
     for ddp, engine, optimizer, gradients in corrected_steps(
-        rank, torch.optim.AdamW, settings, {"weight_decay": 0.0}, steps
+        rank, CORRECTION, torch.optim.AdamW, settings, {"weight_decay": 0.0}, steps
     ):
         names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         book.append(
@@ -224,7 +195,7 @@ def test_replicas_agree_and_no_update_is_lost(pair, compressor, wire):
 def poison(rank, compressor, poisoned):
     states, gradients = [], []
     for ddp, engine, optimizer, _ in corrected_steps(
-        rank, torch.optim.AdamW, {"compressor": compressor, "density": 0.1}, {}, poisoned + 3, poisoned
+        rank, CORRECTION, torch.optim.AdamW, {"compressor": compressor, "density": 0.1}, {}, poisoned + 3, poisoned
     ):
         states.append(copy.deepcopy((engine.state_dict(), optimizer.state_dict()["state"])))
         gradients.append([each.grad.clone() for each in ddp.parameters() if each.grad is not None])
@@ -347,21 +318,6 @@ class Stepless(torch.optim.Adam):
 def test_what_cannot_be_corrected_is_refused_where_it_was_asked_for(pair, kind):
     for answer in refusals(pair, partial(with_optimizer, kind, lr=0.01), SOON):
         assert re.match(rf"ValueError.*AdamCorrection.*{kind.__name__}", answer)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"warmup_steps": 1},
-        {"density_decay_steps": -1},
-        {"second_moment_interval": 0},
-        {"warmup_steps": 0.5},
-        {"second_moment_interval": True},
-    ],
-)
-def test_numbers_out_of_range_are_refused(given):
-    with pytest.raises(ValueError, match=next(iter(given))):
-        AdamCorrection(**given)
 
 
 @pytest.mark.parametrize(("million", "turns"), [(0.4, 1), (2.7, 5), (100, 10)])

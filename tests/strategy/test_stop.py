@@ -1,5 +1,6 @@
 import os
 import signal
+from functools import partial
 from threading import Thread
 from unittest import mock
 
@@ -65,30 +66,23 @@ def fit_signalled(rank, folder, signalled, batch, number, seconds=0.0, more=None
 
 
 @pytest.mark.parametrize(
-    ("signalled", "batch", "more", "settings", "stop"),
+    ("signalled", "batch", "options", "stop"),
     [
-        ((0,), 5, {}, {}, 6),
-        ((1,), 5, {}, {}, 6),
-        ((0, 1), STEPS - 1, {}, {}, STEPS),
-        ((1,), 6, {"accumulate_grad_batches": 4}, {}, 2),  # within the second step
-        ((1,), 5, {}, {"local_steps": 4}, 6),
+        ((0,), 5, {}, 6),
+        ((1,), 5, {}, 6),
+        ((0, 1), STEPS - 1, {}, STEPS),
+        ((1,), 6, {"more": {"accumulate_grad_batches": 4}}, 2),  # within the second step
+        ((1,), 5, {"settings": {"local_steps": 4}}, 6),
+        ((1,), 5, {"seconds": 3600.0}, STEPS),  # ranks compare every few seconds and at the end
+        ((0,), 5, {"in_thread": True}, 6),  # rank 1 can have no handler
     ],
 )
-def test_all_ranks_end_and_save_after_the_same_step(signalled, batch, more, settings, stop, pair, tmp_path):
-    ends = pair.run(fit_signalled, str(tmp_path), signalled, batch, signal.SIGTERM, 0.0, more, settings)
+def test_all_ranks_end_and_save_after_the_same_step(signalled, batch, options, stop, pair, tmp_path):
+    fit = partial(fit_signalled, **options)
+    ends = pair.run(fit, str(tmp_path), signalled, batch, signal.SIGTERM)
     assert ends == [(["SIGTERMException"], stop, int(rank in signalled), True) for rank in range(2)]
     (saved,) = (tmp_path / "saves").glob("*.ckpt")
     assert torch.load(saved, map_location="cpu", weights_only=True)["global_step"] == stop
-
-
-def test_ranks_compare_every_few_seconds_and_at_the_end(pair, tmp_path):
-    ends = pair.run(fit_signalled, str(tmp_path), (1,), 5, signal.SIGTERM, 3600.0)
-    assert ends == [(["SIGTERMException"], STEPS, int(rank == 1), True) for rank in range(2)]
-
-
-def test_a_rank_that_can_have_no_handler_ends_with_the_others(pair, tmp_path):
-    ends = pair.run(fit_signalled, str(tmp_path), (0,), 5, signal.SIGTERM, 0.0, None, None, True)
-    assert ends == [(["SIGTERMException"], 6, int(rank == 0), True) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("signalled", "end"), [((0,), "exit 0"), ((1,), "exit 0"), ((0, 1), "exit 1")])

@@ -1,5 +1,7 @@
 """Our compressors pass all checks of the conformance kit, and a compressor with a fault fails a single check."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tests.compressors import lawless
 from tests.helpers.devices import DEVICE, moved
 from tests.helpers.sparse_ddp import (
     COMPRESSOR_NAMES,
+    DIFFERENT_NAMES,
     SCHEDULE_NAMES,
     Edges,
     batch,
@@ -148,3 +151,19 @@ def test_top_k_on_a_lossless_wire_loses_not_one_bit(pools, ranks, schedule):
                 assert not entry["after"][name][was_sent].any()
                 total += torch.where(was_sent, accumulated, 0.0) / ranks
             assert torch.equal(total, entries[0]["applied"][name])
+
+
+def balance_in(rank, settings, dtype):
+    with ExitStack() as later:
+        later.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
+        return balance(rank, settings, 3)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("compressor", DIFFERENT_NAMES)
+def test_the_default_dtype_is_exchanged(pair, compressor):
+    for book in pair.run(balance_in, settings_of(compressor), torch.float64):
+        for name, gradient in (item for entry in book for item in entry["applied"].items()):
+            assert gradient.dtype is torch.float64, f"{name}: dtype is {gradient.dtype}"
+            assert gradient.isfinite().all(), f"{name}: not finite, {gradient}"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from lightning_sparse import sparsify_gradients
+from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
 from tests.helpers.racing import CPU, CUDA, Skipping, played
 
@@ -15,11 +15,14 @@ SYSTEMS = {
 }
 
 
-def trained_on(device, given):
+def model_and_batches(device, count):
     torch.manual_seed(0)
-    net = Skipping()
-    batches = torch.randn(12, 4, 64)
-    net, batches, overflows = net.to(device), batches.to(device), []
+    net, batches = Skipping(), torch.randn(count, 4, 64)
+    return net.to(device), batches.to(device)
+
+
+def trained_on(device, given):
+    (net, batches), overflows = model_and_batches(device, 12), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with sparsify_gradients(net, optimizer, **{"density": 0.05, "warmup_steps": 0, "levels": 1, **given}):
         for step, batch in enumerate(batches):
@@ -56,3 +59,31 @@ def test_totals_by_sign_and_what_they_shift_are_those_of_a_cpu_and_nobody_waits(
         assert device.waits == []
         torch.testing.assert_close(totals.cpu(), expected)
         assert torch.equal(on_device.cpu(), torch.where(tensor > 0, tensor + 0.5, tensor - 0.25))
+
+
+def trained_with_adam(device):
+    """Return parameters after a step with an unused layer and a gradient of the previous step.
+
+    The ranks are those of :func:`~tests.helpers.racing.played`.
+    """
+    net, batches = model_and_batches(device, 5)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    correction = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=100)
+    with sparsify_gradients(
+        net, optimizer, compressor="topk", density=0.01, schedule="single", levels=1, optimizer_correction=correction
+    ):
+        for step, batch in enumerate(batches):
+            net(batch, skips=step == 4).backward()
+            stale = net.between.weight.grad.cpu().clone()
+            optimizer.step()
+            if step < 3:
+                optimizer.zero_grad()
+    return stale, [parameter.detach().cpu() for parameter in net.parameters()]
+
+
+def test_a_gradient_of_the_step_before_that_no_rank_has_replaced_is_applied_everywhere():
+    with played():
+        (stale, found), (expected_stale, expected) = trained_with_adam(CUDA), trained_with_adam(CPU)
+    assert stale.any()
+    for one, other in zip([stale, *found], [expected_stale, *expected], strict=True):
+        torch.testing.assert_close(one, other)

@@ -141,11 +141,12 @@ def test_exdyna_waits_for_loads_where_it_cuts_anew_and_to_measure_a_threshold():
     assert others == {*SIZED, *measuring, *CHOOSING, "compressors/exdyna.py:_rebalance"}
 
 
-def test_second_moments_learn_from_mean_gradients_without_a_wait():
-    seen = waits_of(Way(corrected(second_moment_interval=2), ADAM, clips=True))
-    assert set(map(len, seen)) == {0}
+WAITS = {  # second moments learn from mean gradients without a wait, and a round waits for an agreement of the ranks
+    "second moments": (Way(corrected(second_moment_interval=2), ADAM, clips=True), {}),
+    "rounds": (Way({"local_steps": LocalSteps(2)}), {"engine/local_steps.py:_meet": 1}),
+}
 
 
-def test_a_round_waits_for_what_ranks_have_told_each_other():
-    seen = waits_of(Way({"local_steps": LocalSteps(2)}))
-    assert sum(seen, Counter()) == Counter({"engine/local_steps.py:_meet": 1})
+@pytest.mark.parametrize(("way", "expected"), WAITS.values(), ids=WAITS)
+def test_other_exchanges_wait_as_declared(way, expected):
+    assert sum(waits_of(way), Counter()) == Counter(expected)

@@ -3,12 +3,15 @@ import torch
 from torch import nn
 
 from lightning_sparse.compressors import element_count
-from lightning_sparse.compressors.selection import SelectionSize
+from lightning_sparse.compressors.selection import Selection, SelectionSize, grouped
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
+from lightning_sparse.engine.wire.reduce import UnionFormat
 from lightning_sparse.schedule.costs import sent_bytes
+from tests.helpers.devices import DEVICE
 from tests.helpers.examples import load
+from tests.helpers.lockstep import run_phases
 from tests.helpers.sparse_ddp import COMPRESSOR_NAMES, DENSITY, WIRES, Edges, backpropagate, batch, sparse_ddp
 
 VARYING = ("exdyna", "micro")  # the threshold only approximates the density
@@ -122,3 +125,26 @@ def test_few_bits_of_everything_are_as_many_times_fewer_bytes(pair, wire, least)
     settings = {"compressor": "dense", "schedule": "single", "wire": wire, "local_steps": LocalSteps(2)}
     for ratio in pair.run(ratio_of_rounds, settings):
         assert ratio >= least
+
+
+NUMELS = (5, 70_000, 3)
+DISJOINT = [[[0, 4], [7, 69_999], []], [[], [8, 9, 10], [2]], [[1], [], []]]
+
+
+def messages(chosen):
+    """Return the sizes of the messages that exchange the union of the chosen positions."""
+    phases = []
+    for rank, choices in enumerate(chosen):
+        accumulated = [torch.randn(numel, device=DEVICE) for numel in NUMELS]
+        indices = [torch.tensor(choice, dtype=torch.int64, device=DEVICE) for choice in choices]
+        selections = [Selection(t[i], i, t.numel()) for t, i in zip(accumulated, indices)]
+        union = UnionFormat(torch.float32, rank, len(chosen))
+        phases.append(union.exchange(grouped(selections), accumulated, None))
+    return [payloads[0].tensor.nbytes for payloads in run_phases(phases)[1]]
+
+
+def test_bytes_are_a_count_narrow_positions_and_the_values_of_the_union():
+    positions = 4 * 2 + 2 * 4  # at most four per rank, in two blocks of 65 536 elements
+    values = 16  # nine elements of three tensors, three per rank, padded to 16 bytes
+    assert messages(DISJOINT) == [16, positions, 3 * values, values]
+    assert messages([[[], [], []]] * 3) == [16]
