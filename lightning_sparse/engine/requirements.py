@@ -15,8 +15,7 @@ class Capability(NamedTuple):
     """A property of settings that a feature may need."""
 
     is_given: Callable[[Any], bool]  # takes settings, and returns whether the settings have the capability
-    problem: str  # part of an error message: a predicate for the compressor's name, or a complete clause
-    is_of_compressor: bool = True  # whether ``problem`` is a predicate for the compressor's name
+    problem: str  # clause of an error message, with ``{}`` for the compressor's name
 
 
 class Feature(NamedTuple):
@@ -24,7 +23,7 @@ class Feature(NamedTuple):
 
     needs: tuple[str, ...]  # required capabilities, as keys of CAPABILITIES
     instead: str  # advice at the end of an error message, in the imperative
-    is_asked: Callable[[Any], Any] = lambda value: False  # returns whether an argument's value uses the feature
+    is_asked: Callable[[Any], Any] = lambda it: False  # returns whether the arguments in settings use the feature
 
 
 def takes_wire(compressor: Compressor, wire: str) -> bool:
@@ -39,94 +38,94 @@ def _works_on_shares(settings: Any) -> bool:
 
 
 CAPABILITIES = {
-    "density": Capability(lambda it: it.compressor.default_density is not None, "has no density"),
+    "density": Capability(lambda it: it.compressor.default_density is not None, "{} has no density"),
     "density by parameter": Capability(
-        lambda it: it.compressor.has_density_by_parameter, "has no separate density for each parameter"
+        lambda it: it.compressor.has_density_by_parameter, "{} has no separate density for each parameter"
     ),
-    "one model": Capability(lambda it: not it.compressor.replicas_diverge, "lets replicas drift apart"),
-    "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "has no residual"),
-    "part": Capability(lambda it: not it.compressor.is_lossless, "sends all elements"),
+    "one model": Capability(lambda it: not it.compressor.replicas_diverge, "{} lets replicas drift apart"),
+    "residual": Capability(lambda it: it.compressor.feedback.keeps_residual, "{} has no residual"),
+    "part": Capability(lambda it: not it.compressor.is_lossless, "{} sends all elements"),
     "rest": Capability(
-        lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "sends all elements exactly"
+        lambda it: not (it.compressor.is_lossless and it.wire is torch.float32), "{} sends all elements exactly"
     ),
     "gradient": Capability(
         lambda it: it.compressor.feedback.momentum is None and it.compressor.feedback.clip_norm is None,
-        "accumulates momentum or clips, by its arguments momentum=... and clip_norm=...",
+        "{} accumulates momentum or clips, by its arguments momentum=... and clip_norm=...",
     ),
-    "mask": Capability(lambda it: not it.compressor.selects_across_bucket, "selects across a bucket, not by parameter"),
+    "mask": Capability(
+        lambda it: not it.compressor.selects_across_bucket, "{} selects across a bucket, not by parameter"
+    ),
     "residual alone": Capability(
-        lambda it: it.compressor.feedback == ErrorFeedback(), "does not use plain error feedback"
+        lambda it: it.compressor.feedback == ErrorFeedback(), "{} does not use plain error feedback"
     ),
-    "dense buckets": Capability(lambda it: it.compressor.dense_wire_format is not None, "cannot send dense gradients"),
-    "shares": Capability(_works_on_shares, "needs complete gradients, not parts of gradients"),
-    "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "sends a varying number of elements"),
-    "gather": Capability(lambda it: it.compressor.wire_format == "gather", "does not send selections by all-gather"),
-    "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule has no bucket plan", False),
-    "exchange": Capability(
-        lambda it: not isinstance(it.schedule, Auto), "`schedule='auto'` may change to plain DDP", False
+    "dense buckets": Capability(
+        lambda it: it.compressor.dense_wire_format is not None, "{} cannot send dense gradients"
     ),
+    "shares": Capability(_works_on_shares, "{} needs complete gradients, not parts of gradients"),
+    "size": Capability(lambda it: takes_wire(it.compressor, "4bit"), "{} sends a varying number of elements"),
+    "gather": Capability(lambda it: it.compressor.wire_format == "gather", "{} does not send selections by all-gather"),
+    "plan": Capability(lambda it: isinstance(it.schedule, Merged), "this schedule has no bucket plan"),
+    "exchange": Capability(lambda it: not isinstance(it.schedule, Auto), "schedule='auto' may change to plain DDP"),
     "bound": Capability(
         lambda it: not it.compressor.adaptive_density,
-        "`adaptive_density` sends more than the density if backward hides the time",
-        False,
+        "adaptive_density sends more than the density if backward hides the time",
     ),
     "replicas": Capability(
-        lambda it: not it.replicas_diverge,
-        "replicas drift apart between two averages, as with `a2sgd` and `local_steps`",
-        False,
+        lambda it: not it.replicas_diverge, "replicas drift apart between two averages, as with a2sgd and local_steps"
     ),
     "step": Capability(
-        lambda it: it.local_steps is None, "with `local_steps`, ranks exchange parameter changes, not gradients", False
+        lambda it: it.local_steps is None, "with local_steps, ranks exchange parameter changes, not gradients"
     ),
 }
-_OUT = "remove it"
-_SPARSIFIER = f"{_OUT}, or choose a sparsifier such as `compressor='topk'`"
-_SPARSIFIER_IN_EVERY_STEP = f"{_SPARSIFIER}, with `local_steps=1`"
-_BY_ELEMENT = "choose a compressor that works on single elements: `topk`, `lags`, `omgs`, `dgc`, `qsgd` or `dense`"
+_SPARSIFIER = "remove it, or choose a sparsifier such as compressor='topk'"
+_BY_ELEMENT = "choose a compressor that works on single elements: topk, lags, omgs, dgc, qsgd or dense"
 FEATURES = {
-    "density=...": Feature(("density",), _SPARSIFIER, lambda value: value is not None),
-    "warmup_steps=...": Feature(("density",), _SPARSIFIER, bool),
-    "wire='4bit'": Feature(
-        ("size",), "use `wire='bfloat16'`, or `compressor='topk'`", lambda value: wire_values(value).bits is not None
-    ),
-    "exchange=...": Feature(("gather",), _SPARSIFIER, lambda value: value != "auto"),
-    "levels=2": Feature(("one model", "shares"), f"{_OUT}, or {_BY_ELEMENT}", lambda value: value == 2),
+    "density=...": Feature(("density",), _SPARSIFIER),
+    "warmup_steps=...": Feature(("density",), _SPARSIFIER, lambda it: it.warmup_steps),
+    "wire='4bit'": Feature(("size",), "use wire='bfloat16', or compressor='topk'", lambda it: it.wire_bits is not None),
+    "exchange=...": Feature(("gather",), _SPARSIFIER, lambda it: it.exchange != "auto"),
+    "levels=2": Feature(("one model", "shares"), f"remove it, or {_BY_ELEMENT}", lambda it: it.levels == 2),
     "optimizer_correction=AdamCorrection(...)": Feature(
         ("one model", "residual", "part", "step"),
-        _SPARSIFIER_IN_EVERY_STEP,
-        lambda value: value not in (None, "auto"),
+        f"{_SPARSIFIER}, with local_steps=1",
+        lambda it: it.optimizer_correction not in (None, "auto"),
     ),
-    "adaptive_density=True": Feature(("plan",), "use `schedule='merged'`, or `adaptive_density=False`", bool),
+    "adaptive_density=True": Feature(
+        ("plan",), "use schedule='merged', or adaptive_density=False", lambda it: it.compressor.adaptive_density
+    ),
     "schedule='auto'": Feature(
         ("residual alone", "one model", "dense buckets"),
-        "use `schedule='merged'`, or `topk`, `lags` or `omgs` without momentum",
-        lambda value: isinstance(value, Auto),
+        "use schedule='merged', or topk, lags or omgs without momentum",
+        lambda it: isinstance(it.schedule, Auto),
     ),
     "local_steps=...": Feature(
         ("one model", "gradient", "bound", "exchange"),
-        "use `topk` or `dense`, or give the compressor `momentum=None` and `clip_norm=None`, with `schedule='merged'`"
-        " and `adaptive_density=False`",
-        lambda value: value is not None,
+        "use topk or dense, or give the compressor momentum=None and clip_norm=None, with schedule='merged'"
+        " and adaptive_density=False",
+        lambda it: it.local_steps is not None,
     ),
     "residual_decay=...": Feature(
         ("residual", "rest"),
-        f"{_SPARSIFIER}, or a wire that rounds, such as `wire='4bit'`",
-        lambda value: value != 1,
+        f"{_SPARSIFIER}, or a wire that rounds, such as wire='4bit'",
+        lambda it: it.asked.decay != 1,
     ),
     "MomentumCorrection": Feature(
-        ("gradient", "residual", "step", "exchange"), f"{_OUT}, or use `sparse_topk` or `sparse_lags`"
+        ("gradient", "residual", "step", "exchange"), "remove it, or use sparse_topk or sparse_lags"
     ),
-    "masks_momentum=True": Feature(("mask",), "use `masks_momentum=False`, or `compressor='lags'`", bool),
+    "masks_momentum=True": Feature(
+        ("mask",),
+        "use masks_momentum=False, or compressor='lags'",
+        lambda it: it.asked.momentum is not None and it.asked.masks_momentum,
+    ),
     "AdaptiveDensity": Feature(
         ("density by parameter", "exchange", "step"),
-        f"{_OUT}, or use `topk`, `lags` or `dgc` with `schedule='merged'` and `local_steps=1`",
+        "remove it, or use topk, lags or dgc with schedule='merged' and local_steps=1",
     ),
-    "OverlapTimeline": Feature(("step",), f"{_OUT}: `CompressionMonitor` logs `exposed_seconds`"),
-    **dict.fromkeys(
-        ("ModelPruning", "StochasticWeightAveraging"), Feature(("replicas",), f"{_OUT}, or use `sparse_lags`")
-    ),
-    "ReplicaSentinel": Feature(("replicas",), f"{_OUT}: the statistics of A2SGD have `replica_divergence`"),
-    "in a plain loop or Fabric": Feature(("one model",), "use the Trainer, or another compressor, such as `topk`"),
+    "OverlapTimeline": Feature(("step",), "remove it: CompressionMonitor logs exposed_seconds"),
+    "ModelPruning": Feature(("replicas",), "remove it, or use sparse_lags"),
+    "StochasticWeightAveraging": Feature(("replicas",), "remove it, or use sparse_lags"),
+    "ReplicaSentinel": Feature(("replicas",), "remove it: the statistics of A2SGD have replica_divergence"),
+    "in a plain loop or Fabric": Feature(("one model",), "use the Trainer, or another compressor, such as topk"),
     "in a sharded model": Feature(("one model", "shares"), _BY_ELEMENT),
 }
 
@@ -149,17 +148,13 @@ def missing_capabilities(feature: str, settings: Any, given: str = "") -> Iterat
         if not capability.is_given(settings):
             name = type(settings.compressor).__name__
             asked = given or (f"compressor={name} {feature}" if feature.startswith("in ") else feature)
-            lacks = f"{name} {capability.problem}" if capability.is_of_compressor else capability.problem
-            message = f"{asked} is not supported: {lacks}. To fix this, {FEATURES[feature].instead}."
-            yield message.replace("`", "")
+            problem, instead = capability.problem.format(name), FEATURES[feature].instead
+            yield f"{asked} is not supported: {problem}. To fix this, {instead}."
 
 
-def unmet(settings: Any, asked: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each missing capability that an argument in ``asked`` needs.
-
-    Both dictionaries have values by argument name. Messages show a value in ``given`` or, without one, ``asked``.
-    """
+def unmet(settings: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield an error message for each missing capability of the settings. Messages show the user's values ``given``."""
     for feature, (_, _, is_asked) in FEATURES.items():
         name = feature.partition("=")[0]
-        if name in asked and is_asked(asked[name]):
-            yield from missing_capabilities(feature, settings, f"{name}={given.get(name, asked[name])!r}")
+        if is_asked(settings):
+            yield from missing_capabilities(feature, settings, f"{name}={given[name]!r}" if name in given else "")

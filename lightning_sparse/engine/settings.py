@@ -1,7 +1,7 @@
 """Checks of the user's arguments, and settings in which objects replace names such as ``"topk"``."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -141,6 +141,24 @@ DEFAULTS = Compression(
 )
 
 
+# Check of a value, and description of the valid values, by argument.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "warmup_steps": (
+        lambda value: value is None or is_whole(value, 0) or (isinstance(value, Real) and 0 < float(value) < 1),
+        "a number of optimizer steps, at least 0 (0 = no warm-up), or a fraction of the training's steps, such as 0.1",
+    ),
+    "levels": (
+        lambda value: value in (AUTO, 1, 2),
+        "'auto' (2 if several nodes have several ranks each), 1 (all ranks exchange with each other) or 2 (ranks of a"
+        " node average their gradients first)",
+    ),
+    "optimizer_correction": (
+        lambda value: isinstance(value, AdamCorrection) or value in (None, AUTO),
+        "'auto' (for Adam and AdamW), None (no correction) or an AdamCorrection(...)",
+    ),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Settings:
     """Checked settings of a training, with names replaced by objects.
@@ -176,7 +194,11 @@ class Settings:
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
         rounds = rounds_of(chosen["local_steps"])
-        refuse(_of_values(chosen, rounds))
+        for name, (is_valid, expected) in _VALUES.items():
+            if not is_valid(value := chosen[name]):  # type: ignore[literal-required]
+                raise ValueError(f"{name}={value!r} must be {expected}")
+        if chosen["levels"] == 2 and rounds is not None:
+            refuse_removed("levels=2 with local_steps", "levels=2 with local_steps")
         warmup = own.default_warmup_steps if chosen["warmup_steps"] is None else chosen["warmup_steps"]
         settings = cls(
             compressor=own,
@@ -192,10 +214,9 @@ class Settings:
             levels=chosen["levels"],
             asked=own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay),
         )
-        by_objects = {"schedule": schedule, "local_steps": rounds, "adaptive_density": own.adaptive_density}
-        by_objects["masks_momentum"] = own.feedback.momentum is not None and own.feedback.masks_momentum
-        decay = {} if rounds is None else {"residual_decay": rounds.residual_decay}
-        refuse(unmet(settings, {"density": density, **chosen, **by_objects, **decay}, chosen))
+        if density is not None:
+            refuse(missing_capabilities("density=...", settings, f"density={density!r}"))
+        refuse(unmet(settings, {**chosen, "residual_decay": settings.asked.decay}))
         return settings
 
     @property
@@ -284,26 +305,4 @@ class Settings:
         without_optimizer = Hyperparameters(0.0, 0.0 if is_unknown else float(feedback.momentum), feedback.nesterov)
         return MomentumMemory(
             without_optimizer, feedback.masks_momentum, local_clip_norm, feedback.rescale_on_lr_change
-        )
-
-
-def _of_values(chosen: Compression, rounds: Optional[LocalSteps]) -> Iterator[str]:
-    warmup: Any = chosen["warmup_steps"]
-    levels, correction = chosen["levels"], chosen["optimizer_correction"]
-    if not (warmup is None or is_whole(warmup, 0) or (isinstance(warmup, Real) and 0 < float(warmup) < 1)):
-        yield (
-            f"warmup_steps={warmup!r} must be a number of optimizer steps, at least 0 (0 = no warm-up), or a fraction"
-            " of the training's steps, such as 0.1"
-        )
-    if levels not in (AUTO, 1, 2):
-        yield (
-            f"levels={levels!r} must be 'auto' (2 if several nodes have several ranks each), 1 (all ranks exchange with"
-            " each other) or 2 (ranks of a node average their gradients first)"
-        )
-    if levels == 2 and rounds is not None:
-        refuse_removed("levels=2 with local_steps", "levels=2 with local_steps")
-    if not (isinstance(correction, AdamCorrection) or correction is None or correction == AUTO):
-        yield (
-            f"optimizer_correction={correction!r} must be 'auto' (for Adam and AdamW), None (no correction) or an"
-            " AdamCorrection(...)"
         )
