@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -149,9 +150,9 @@ class Engine(SharedOnCopy):
     def send_dense(self, is_dense: bool) -> None:
         """Set whether the next steps send dense gradients, as DDP does, or compressed gradients."""
         self.reducer.is_dense = is_dense
-        if is_dense:  # Dense steps change Adam's moments, so convert updates in the residual to gradients first.
+        if is_dense:  # Dense steps change second moments, the divisors of updates: convert updates to gradients first.
             self.reducer.reduced.clear()
-            self.worker.run(self.memory.restore_gradients)
+            self.worker.run(partial(self.memory.refresh, {}))
 
     def mean_over_ranks(self, number: float) -> float:
         """Return the mean of a number over ranks, and wait for the GPU. All ranks must call this between steps."""

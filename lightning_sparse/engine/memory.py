@@ -122,7 +122,10 @@ class Memory:
         scatter(gradients, means)
 
     def refresh(self, moments: Mapping[str, Any]) -> None:
-        """Before a step's first bucket, set Adam's state for the step, and update second moments, on all ranks."""
+        """Before a step's first bucket, set Adam's state for the step, and update second moments, on all ranks.
+
+        Residual updates of parameters that ``moments`` lacks are converted to gradients.
+        """
 
     def on_finite(self, finite: Tensor) -> None:
         """Receive a flag, bool ``[]``: whether all messages are finite. :meth:`update_residual` runs later."""
@@ -135,9 +138,6 @@ class Memory:
         assert self._local_clip_norm is not None
         # The factor is 0 for an infinite norm, and NaN for NaN. A non-finite element times either factor is NaN.
         self._clip_factor = (self._local_clip_norm / norm).clamp(max=1.0)
-
-    def restore_gradients(self) -> None:
-        """Convert stored updates of Adam back to gradients, before steps of plain DDP."""
 
     def rename(self, names: Renaming) -> None:
         """Rename parameters in the state, and drop removed parameters. Call this between steps."""

@@ -49,10 +49,6 @@ class AdamMoments(NamedTuple):
     numel: int  # number of elements of the whole parameter, not of a shard
     continues_step: bool  # whether ``p.grad`` contained the mean of an earlier backward of the same step
 
-    def scalars(self, second_step: int) -> AdamScalars:
-        """Return Adam's constants, with the bias of a second moment that was last updated in step ``second_step``."""
-        return AdamScalars(self.beta2, 1 - self.beta2**second_step, max(self.eps, _MIN_EPS))
-
 
 class AdamMemory(Memory):
     """Accumulate updates of Adam for parameters with ``Hyperparameters.adam``, and gradients for all other parameters.
@@ -139,13 +135,6 @@ class AdamMemory(Memory):
         self._drop_update(name)
 
     @override
-    def restore_gradients(self) -> None:
-        # Plain DDP changes the second moments. The divisor of updates in the residual would then be wrong.
-        for name in list(self.second_steps):
-            self._return_to_gradients(name)
-        self.moments = {}
-
-    @override
     def compensate(
         self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
     ) -> list[Tensor]:
@@ -168,8 +157,9 @@ class AdamMemory(Memory):
         self._gradients.pop(name, None)
 
     def scalars(self, names: Iterable[str]) -> list[AdamScalars]:
-        """Return Adam's constants of corrected parameters."""
-        return [self.moments[name].scalars(self.second_steps[name]) for name in names]
+        """Return Adam's constants of corrected parameters, with the bias of second moments at their last update."""
+        known = [(self.moments[name], self.second_steps[name]) for name in names]
+        return [AdamScalars(each.beta2, 1 - each.beta2**step, max(each.eps, _MIN_EPS)) for each, step in known]
 
     def _seconds(self, names: Iterable[str]) -> list[Tensor]:
         return [self._levels.local_share(self.moments[name].second) for name in names]
