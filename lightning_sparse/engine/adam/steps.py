@@ -40,7 +40,8 @@ def is_correctable(optimizer: Optimizer) -> bool:
     return is_theirs and not any(group[name] for group in optimizer.param_groups for name in _UNSUPPORTED)
 
 
-Groups = list[tuple[Optimizer, dict[str, Any], list[tuple[Parameter, str, int]]]]
+# Optimizer, param group, parameter, name and step count.
+Row = tuple[Optimizer, dict[str, Any], Parameter, str, int]
 
 
 class StepCounts:
@@ -54,24 +55,25 @@ class StepCounts:
         self._target_of = target_of
         self._known: dict[Tensor, tuple[int, int]] = {}  # version and value of each counter ``state["step"]``
 
-    def groups(self) -> Groups:
-        """Return each optimizer and param group, with a list of parameters (also frozen), names and step counts."""
-        sparse = {each for each, name in self.names.items() if self._target_of(name) < 1}
-        states = [optimizer.state[each] for optimizer in self._optimizers for each in sparse & optimizer.state.keys()]
-        self._read([state["step"] for state in states if "step" in state])
-        groups: Groups = []
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                members = [each for each in group["params"] if each in sparse]
-                counted = [(each, self.names[each], self._count_of(optimizer, each)) for each in members]
-                groups.append((optimizer, group, counted))
-        return groups
+    def rows(self) -> list[Row]:
+        """Return a row for each parameter, also if frozen."""
+        names = {each: name for each, name in self.names.items() if self._target_of(name) < 1}
+        rows = [
+            (optimizer, group, each, names[each])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each in names
+        ]
+        counters = [optimizer.state.get(each, {}).get("step") for optimizer, _, each, _ in rows]
+        self._read([counter for counter in counters if counter is not None])
+        return [(*row, self._known.get(counter, (0, 0))[1]) for row, counter in zip(rows, counters)]
 
     def count(self, optimizer: Optimizer, parameters: Iterable[Parameter]) -> None:
         """Add 1 to the step counts of parameters that :class:`AdamSteps` updates in place of the optimizer."""
-        counters = [optimizer.state[parameter]["step"] for parameter in parameters]
+        known, counters = self._known, [optimizer.state[parameter]["step"] for parameter in parameters]
         torch._foreach_add_(counters, 1)
-        self._known.update({each: (each._version, self._known[each][1] + 1) for each in counters})
+        known.update({each: (each._version, known[each][1] + 1) for each in counters if each in known})
 
     def _read(self, counters: Sequence[Tensor]) -> None:
         """Read counters from their device, but only counters that are new, or changed by other code."""
@@ -81,14 +83,10 @@ class StepCounts:
             numbers = in_one(stale, max(stale, key=lambda each: each.device.type != "cpu")).tolist()
             self._known.update({each: (each._version, int(number)) for each, number in zip(stale, numbers)})
 
-    def _count_of(self, optimizer: Optimizer, parameter: Parameter) -> int:
-        state = optimizer.state.get(parameter, {})
-        return self._known[state["step"]][1] if "step" in state else 0
 
-
-def most_steps(groups: Groups) -> int:
+def most_steps(rows: Iterable[Row]) -> int:
     """Return the largest step count of any parameter, or -1 without parameters."""
-    return max((count for *_, members in groups for *_, count in members), default=-1)
+    return max((count for *_, count in rows), default=-1)
 
 
 class MeanUpdates:
@@ -204,7 +202,7 @@ class AdamSteps:
     @property
     def is_dense(self) -> bool:
         """Whether the next step sends dense gradients of all parameters, because none has completed the warm-up."""
-        return 0 <= most_steps(self.counts.groups()) < self._memory.warm_up_length.warmup_steps
+        return 0 <= most_steps(self.counts.rows()) < self._memory.warm_up_length.warmup_steps
 
     def next_step(self, is_dense: bool, continued: AbstractSet[Tensor]) -> StepContext:
         """Return the context of the next step, which sends all gradients dense if ``is_dense``.
@@ -213,28 +211,23 @@ class AdamSteps:
         """
         self._updates.drop()
         warm_up, moments = self._memory.warm_up_length, dict[str, AdamMoments]()
-        groups = self.counts.groups()
+        rows = self.counts.rows()
         # A parameter in several optimizers is dense until each optimizer has made the warm-up steps: any may step next.
         whole = {
             name
-            for *_, members in groups
-            for parameter, name, count in members
+            for _, _, parameter, name, count in rows
             if is_dense or count < warm_up.warmup_steps or not _fills_memory(parameter)
         }
-        self._norms.names = {each: name for *_, members in groups for each, name, _ in members if name in whole}
-        for optimizer, group, members in groups:
-            settings = _settings(optimizer, group)
-            for parameter, name, count in members:
-                if name in whole:
-                    continue
+        self._norms.names = {parameter: name for _, _, parameter, name, _ in rows if name in whole}
+        for optimizer, group, parameter, name, count in rows:
+            if name not in whole:
                 tensors = self._tensors(parameter, optimizer.state[parameter])
                 self._norms.undo_clipping(name, *tensors[:2])
-                moments[name] = AdamMoments(
-                    count + 1, *tensors, *settings, parameter.numel(), continues_step=parameter in continued
-                )
+                settings, continues = _settings(optimizer, group), parameter in continued
+                moments[name] = AdamMoments(count + 1, *tensors, *settings, parameter.numel(), continues)
         if moments:
             self._memory.warm_up = warm_up
-        return StepContext(moments=moments, dense=whole, warm_up_progress=_progress(warm_up, most_steps(groups)))
+        return StepContext(moments=moments, dense=whole, warm_up_progress=_progress(warm_up, most_steps(rows)))
 
     @torch.no_grad()
     def store_updates(self, loss_scale: Optional[Tensor]) -> None:
