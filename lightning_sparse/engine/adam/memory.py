@@ -135,16 +135,14 @@ class AdamMemory(Memory):
         self._drop_update(name)
 
     @override
-    def compensate(
-        self, names: Sequence[str], gradients: Sequence[Tensor], hyperparameters: Mapping[str, Hyperparameters]
-    ) -> list[Tensor]:
-        accumulated = in_widened(gradients)
-        inputs = dict(zip(names, accumulated))
-        corrected = {name: inputs.pop(name) for name in names if name in self.moments}
-        self._accumulate(list(inputs), list(inputs.values()), hyperparameters)
+    def _accumulate(
+        self, names: Sequence[str], gradients: list[Tensor], hyperparameters: Mapping[str, Hyperparameters]
+    ) -> None:
+        others = dict(zip(names, gradients))
+        corrected = {name: others.pop(name) for name in names if name in self.moments}
+        super()._accumulate(list(others), list(others.values()), hyperparameters)
         if corrected:
             self._accumulate_updates(corrected, hyperparameters)
-        return accumulated
 
     @override
     def reset(self, names: Iterable[str]) -> None:
