@@ -1,7 +1,7 @@
 """Checks of the user's arguments, and settings in which objects replace names such as ``"topk"``."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -60,19 +60,14 @@ class LocalSteps:
         refuse_removed(f"local_steps={self.every!r}", f"local_steps={self.every!r}")
         every = checked_count("every", self.every, "optimizer steps (local_steps=... of the strategy)")
         object.__setattr__(self, "every", every)  # numpy integers become int
-        refuse(self._refusals())
-
-    def _refusals(self) -> Iterator[str]:
-        momentum = self.outer_momentum
-        for name, number in (("outer_momentum", momentum), ("residual_decay", self.residual_decay)):
-            if not 0 <= number <= 1:
-                yield f"{name}={number!r} must be a number with 0 <= {name} <= 1"
+        if not 0 <= self.outer_momentum < 1:  # with 1, the momentum would never decay
+            raise ValueError(f"outer_momentum={self.outer_momentum!r} must be a number with 0 <= outer_momentum < 1")
+        if not 0 <= self.residual_decay <= 1:
+            raise ValueError(f"residual_decay={self.residual_decay!r} must be a number with 0 <= residual_decay <= 1")
         if not self.outer_lr > 0:
-            yield f"outer_lr={self.outer_lr!r} must be positive. Use 1 to apply the mean change unscaled."
-        if momentum == 1:
-            yield "outer_momentum=1 makes a momentum that never decays. Use a number below 1, such as 0.9."
-        if self.nesterov and not momentum:
-            yield "nesterov=True needs a momentum. Add an outer_momentum above 0, such as outer_momentum=0.9."
+            raise ValueError(f"outer_lr={self.outer_lr!r} must be positive. Use 1 to apply the mean change unscaled.")
+        if self.nesterov and not self.outer_momentum:
+            raise ValueError("nesterov=True needs a momentum. Add an outer_momentum above 0, such as 0.9.")
 
 
 def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
