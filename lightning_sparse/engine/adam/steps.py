@@ -273,7 +273,9 @@ class AdamSteps:
                 self._updates.prepare(stepping, scale)
                 self._apply(optimizer, group, stepping)
                 self.counts.count(optimizer, stepping)
-            self._hide(stepping)
+            self._hidden.update(stepping)
+            for parameter in stepping:
+                parameter.grad = None  # so that the optimizer's own step leaves the parameter out
 
     def _apply(self, optimizer: Optimizer, group: Mapping[str, Any], stepping: Iterable[Parameter]) -> None:
         decay = group["weight_decay"] if _is_decoupled(optimizer, group) else 0.0
@@ -285,11 +287,6 @@ class AdamSteps:
         for weight, result in zip(weights, wide):
             if result is not weight:
                 weight.copy_(result)
-
-    def _hide(self, gradients: Mapping[Parameter, Tensor]) -> None:
-        self._hidden.update(gradients)
-        for parameter in gradients:
-            parameter.grad = None
 
     def _show(self, *step: Any) -> None:
         for parameter, gradient in self._hidden.items():
