@@ -1,10 +1,12 @@
 import re
 from functools import partial
+from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_sparse import SparseDDPStrategy
+from lightning_sparse import AdamCorrection, SparseDDPStrategy
 from lightning_sparse.compressors import A2SGD, DGC
 from lightning_sparse.testing.tensors import assert_same, differences
 from tests.helpers.fits import assert_goes_on, fits, one_model
@@ -65,38 +67,78 @@ def test_a_second_fit_goes_on_from_a_checkpoint(pair, tmp_path):
     assert pair.run(fit_twice, str(tmp_path / "twice.ckpt")) == [[], []]
 
 
-def means(states):
-    kept = [(kind, name) for kind, of in states[0]["memory"].items() for name in of]
-    found = {
-        f"{kind}.{name}": torch.stack([state["memory"][kind][name].double() for state in states]).mean(dim=0)
-        for kind, name in kept
-    }
+class Odd(Starting):
+    """A model with parts of unequal sizes."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.network = nn.Sequential(nn.Linear(32, 5), nn.ReLU(), nn.Linear(5, 32))
+
+
+class OddWithAdamW(Odd):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.9, 0.95))
+
+
+class Stage(NamedTuple):
+    ranks: int
+    local_world_size: Optional[int] = None
+    levels: Any = "auto"
+
+    @property
+    def shared_by(self):
+        return self.local_world_size if self.levels != 1 and 1 < (self.local_world_size or 1) < self.ranks else 1
+
+
+def means(states, shared_by):
+    """Return means over ranks, or over nodes of ``shared_by`` ranks with a share of each tensor."""
+    found = {}
+    for kind in states[0]["memory"].keys() & {"residual", "update", "momentum", "learning_rate"}:
+        for name in states[0]["memory"][kind]:
+            shares = [state["memory"][kind][name].double().flatten() for state in states]
+            wholes = [torch.cat(shares[first : first + shared_by]) for first in range(0, len(shares), shared_by)]
+            found[f"{kind}.{name}"] = torch.stack(wholes).mean(dim=0)[: states[0]["weights"][name].numel()]
     buffers = zip(*(state["optimizers"] for state in states))
     return found | {str(place): torch.stack(rows).double().mean(dim=0) for place, rows in enumerate(buffers)}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("compressor", ["topk", "dgc", "sdagc", "exdyna", "a2sgd"])
-def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(pools, tmp_path, compressor):
-    source, before, settings = None, [], {"compressor": compressor, "density": DENSITY[compressor]}
-    for stage, ranks in enumerate((4, 2, 3, 1, 4)):
-        path = str(tmp_path / f"{stage}.ckpt")
-        limits = {"max_steps": 4 * (stage + 1), "max_epochs": -1}
-        answers = fits(pools[ranks], partial(Starting, None, path), settings, source, **limits)
+RANKS = [Stage(4), Stage(2), Stage(3), Stage(1), Stage(4)]
+NODES = [Stage(4, 2), Stage(4, 2, levels=1), Stage(4, 2, levels=2), Stage(2, 2), Stage(4, 2), Stage(1, 1), Stage(4, 2)]
+CORRECTED = {"optimizer_correction": AdamCorrection(warmup_steps=3, density_decay_steps=2, second_moment_interval=2)}
+MOVES = {
+    **{
+        name: (Starting, {"compressor": name, "density": DENSITY[name]}, RANKS)
+        for name in ("topk", "dgc", "sdagc", "exdyna", "a2sgd")
+    },
+    "topk, nodes": (Odd, TOPK, NODES),
+    "dgc, nodes": (Odd, {**DGC_, "warmup_steps": 0}, NODES),
+    "AdamW, nodes": (OddWithAdamW, {**TOPK, **CORRECTED}, NODES),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("model", "settings", "stages"), MOVES.values(), ids=MOVES)
+def test_on_other_numbers_of_ranks_the_mean_of_what_is_kept_stays(pools, tmp_path, model, settings, stages):
+    source, before, expected = None, [], {}
+    for number, (ranks, local_world_size, levels) in enumerate(stages):
+        path, limits = str(tmp_path / f"{number}.ckpt"), {"max_steps": 7 * (number + 1), "max_epochs": -1}
+        limits["local_world_size"] = local_world_size
+        answers = fits(pools[ranks], partial(model, None, path), {**settings, "levels": levels}, source, **limits)
         starts = [each.notes for each in answers]
         if before:
-            expected = means(before)
-            assert len(expected) >= 4
-            torch.testing.assert_close(means(starts), expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(means(starts, stages[number].shared_by), expected, rtol=1e-6, atol=1e-9)
             said = [line for line in answers[0].said if f"{len(before)} ranks saved" in line]
             assert len(said) == 1
             assert f"{ranks} ranks continue" in said[0]
-        if before and compressor == "exdyna":
+        if before and settings["compressor"] == "exdyna":
             assert {len(start["compressor"]["cuts"]) for start in starts} == {ranks + 1}
             learned = [[state["compressor"][key] for key in ("step", "threshold")] for state in before]
             assert all([start["compressor"][key] for key in ("step", "threshold")] in learned for start in starts)
         source = path
-        before = [{**each.kept, "optimizers": momenta(each.optimizers[0])} for each in answers]
+        before = [{**each.notes, **each.kept, "optimizers": momenta(each.optimizers[0])} for each in answers]
+        expected = means(before, stages[number].shared_by)
+        assert len(expected) >= 4
+        assert any(tensor.any() for tensor in expected.values())
 
 
 EXDYNA, DENSE = ({"compressor": name, "density": DENSITY[name]} for name in ("exdyna", "dense"))
