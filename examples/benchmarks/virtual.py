@@ -21,6 +21,7 @@ from lightning_sparse.engine.collectives import Communicator, ExchangeWorker, Re
 from lightning_sparse.engine.local_steps import LocalStepsController, SharedModel
 from lightning_sparse.engine.observe import Recorder
 from lightning_sparse.engine.settings import Settings
+from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.step import Pipeline
 from lightning_sparse.engine.step.topology import FlatTopology, LocalGradient
 from lightning_sparse.engine.wire.base import Payload
@@ -211,13 +212,12 @@ class VirtualRank:
             self._build(settings, total_steps)
 
     def _build(self, settings: Settings, total_steps: int) -> None:
-        if settings.can_correct_adam and is_correctable(self.optimizer):
-            self._settings = settings = settings.correcting_adam()
+        self._settings = settings = settings.correcting_adam([is_correctable(self.optimizer)])
         compressor = settings.compressor
         rank, ranks = self._communicator.rank, self._communicator.world_size
         wires = settings.wires_for(rank, ranks)
         compressor.begin(layout_of(self.network, rank, ranks, _DEVICE))
-        self._densities = settings.densities()
+        self._densities = Densities(compressor, settings.density, settings.warmup_steps)
         self._densities.expect_steps(total_steps)
         levels = FlatTopology(self._communicator)
         memory = settings.memory_for({torch.float32}, levels)

@@ -19,6 +19,7 @@ from lightning_sparse.engine.replicas import AveragedReplicas, ReplicaAverager, 
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.step.backward import ReducerContext
 from lightning_sparse.engine.step.reducer import SparseReducer, Wrapper
+from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.step import EMPTY_CONTEXT, Pipeline, StepContext
 from lightning_sparse.engine.step.topology import (
     DividedRanks,
@@ -67,7 +68,7 @@ class Engine(SharedOnCopy):
 
         self.memory = memory
         self.recorder = levels.inter.recorder
-        self.densities = settings.densities()
+        self.densities = Densities(settings.compressor, settings.density, settings.warmup_steps)
         self.wrapper, self._broadcasts_buffers = ddp, ddp.broadcast_buffers
         self.numels: dict[str, int] = {}
         self.pipeline = Pipeline(settings.compressor, memory, wires, levels, self.densities.of)

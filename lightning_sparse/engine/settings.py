@@ -1,7 +1,7 @@
 """Checks of the user's arguments, and settings in which objects replace names such as ``"topk"``."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
@@ -17,7 +17,6 @@ from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.adam.memory import AdamMemory
 from lightning_sparse.engine.memory import Hyperparameters, Memory, MomentumMemory, widened
 from lightning_sparse.engine.requirements import missing_capabilities, refuse, unmet
-from lightning_sparse.engine.step.selecting import Densities
 from lightning_sparse.engine.step.topology import FlatTopology
 from lightning_sparse.engine.wire import EXCHANGES, Wires, build_wires, wire_values
 from lightning_sparse.removed import refuse_removed, refusing
@@ -227,36 +226,29 @@ class Settings:
         return self.compressor.replicas_diverge or self.local_steps is not None
 
     @property
-    def can_have_levels(self) -> bool:
-        """Whether the compressor can work on parts of gradients, as two levels and sharded models require."""
-        return not any(missing_capabilities("in a sharded model", self))
-
-    @property
     def is_sparse(self) -> bool:
         """Whether each step sends only some elements of a gradient, and adds a residual to the next gradient."""
-        return self.compressor.feedback.keeps_residual and self.least_density < 1 and self.local_steps is None
+        is_partial = min([self.density, *self.compressor.densities.values()]) < 1
+        return self.compressor.feedback.keeps_residual and is_partial and self.local_steps is None
 
-    @property
-    def least_density(self) -> float:
-        """The lowest density that any parameter may have."""
-        return min([self.density, *self.compressor.densities.values()])
+    def correcting_adam(self, are_adam: Sequence[bool]) -> Self:
+        """Return a copy in which Adam is corrected, if the settings and all optimizers together allow the correction.
 
-    def correcting_adam(self) -> Self:
-        """Return a copy of these settings in which Adam is corrected."""
-        own = self.optimizer_correction
+        Args:
+            are_adam: whether each optimizer can be corrected. The momentum of other optimizers needs another memory.
+        """
+        own, momentum = self.optimizer_correction, self.asked.momentum
+        is_for_all = bool(are_adam) and all(are_adam) and momentum == FROM_OPTIMIZER
+        is_possible = is_for_all or (any(are_adam) and momentum is None)
+        # Only sparse gradients need the correction.
+        if own is None or not is_possible or not self.is_sparse or self.compressor.replicas_diverge:
+            return replace(self, adam=None)
         if self.asked.clip_norm is not None:
             raise ValueError(
                 f"clip_norm={self.asked.clip_norm!r} is not supported if Adam is corrected, because the correction"
                 " limits each element of an update: leave clip_norm out, or set optimizer_correction=None"
             )
         return replace(self, adam=own if isinstance(own, AdamCorrection) else AdamCorrection())
-
-    @property
-    def can_correct_adam(self) -> bool:
-        """Whether the settings allow the correction of Adam. Only sparse gradients need the correction."""
-        is_wanted = self.optimizer_correction is not None and self.is_sparse
-        leaves_room = self.asked.momentum in (None, FROM_OPTIMIZER)
-        return is_wanted and leaves_room and not self.compressor.replicas_diverge
 
     def correcting_momentum(self, correction: Optional[ErrorFeedback]) -> Self:
         """Return settings with momentum, masking and clip norm of ``correction``, or of the compressor if ``None``."""
@@ -269,10 +261,6 @@ class Settings:
                 refuse(missing_capabilities("masks_momentum=True", self))
             asked = correction._replace(rescale_on_lr_change=own.rescale_on_lr_change)
         return replace(self, asked=asked, adam=None)
-
-    def densities(self) -> Densities:
-        """Build the object that computes the density of each parameter in each step."""
-        return Densities(self.compressor, self.density, self.warmup_steps)
 
     def wires_for(self, rank: int, world_size: int) -> Wires:
         """Build the wire formats, with a dense format if the compressor or Adam's warm-up needs one."""

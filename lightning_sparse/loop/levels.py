@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Union
 
+from lightning_sparse.engine.requirements import missing_capabilities
 from lightning_sparse.engine.settings import Settings
 from lightning_sparse.engine.store import all_gather_via_store
 from lightning_sparse.loop.optimizers import listed
@@ -41,4 +42,5 @@ def ranks_of_node(settings: Settings, nodes: Sequence[Node]) -> int:
     is_possible = len(sizes) == len(set(nodes)) > 1 and len(set(sizes)) == 1 and sizes[0] > 1
     if settings.levels == 2 and not is_possible:
         raise ValueError(_NO_LEVELS.format(listed(nodes)))
-    return sizes[0] if is_possible and settings.levels != 1 and settings.can_have_levels else 1
+    works_on_shares = not any(missing_capabilities("levels=2", settings))
+    return sizes[0] if is_possible and settings.levels != 1 and works_on_shares else 1

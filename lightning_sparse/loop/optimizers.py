@@ -251,13 +251,6 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def can_correct(settings: Settings, optimizers: Sequence[Optimizer]) -> bool:
-    """Return whether Adam's updates can be made before selection."""
-    are_correctable = list(map(is_correctable, optimizers))
-    corrects = any(are_correctable) if settings.asked.momentum is None else all(are_correctable)
-    return corrects and bool(optimizers) and settings.can_correct_adam
-
-
 def _creates_state(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Return whether this step changes no weights. Sharded checkpoints of torch make such a step to create states."""
     return kwargs == {"closure": None} and not any(group["lr"] for group in optimizer.param_groups)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 import lightning_sparse.loop.summary as summary
 from lightning_sparse.compressors.base import layout_of
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.adam.steps import is_correctable
 from lightning_sparse.engine.collectives import backend_of, ddp_parameters
 from lightning_sparse.engine.memory import optimizer_parameters
 from lightning_sparse.engine.replicas import Replicas, sync_module_states
@@ -31,7 +31,6 @@ from lightning_sparse.loop.optimizers import (
     CountedSteps,
     OptimizerView,
     all_optimizer_parameters,
-    can_correct,
     listed,
     warn_of_adaptive,
 )
@@ -96,8 +95,7 @@ class Session:
     ) -> None:
         """Check the optimizers, and begin a training. A single process compresses only if ``goes_alone``."""
         self._last, self.final_state = ({}, None), None
-        settings = replace(self.settings, adam=None)
-        self.settings = settings = settings.correcting_adam() if can_correct(settings, optimizers) else settings
+        self.settings = settings = self.settings.correcting_adam(list(map(is_correctable, optimizers)))
         check_optimizers(settings, optimizers)
         module, description = named_module(ddp), summary.describe(settings)
         is_alone = dist.get_world_size(ddp.process_group) == 1

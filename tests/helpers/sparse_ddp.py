@@ -51,8 +51,7 @@ def sparse_ddp(
     ddp = DistributedDataParallel(model.to(DEVICE), **given)
     settings = Settings.of(subject_of(compressor), density, **{"warmup_steps": 0, **chosen})
     settings = replace(settings, local_steps=local_steps)  # `Settings.of` drops `LocalSteps(1)`
-    if settings.can_correct_adam:
-        settings = settings.correcting_adam()
+    settings = settings.correcting_adam([True])
     engine = Engine(ddp, settings, log=log, local_world_size=local_world_size)
     engine.settings = settings  # for tests that build an OptimizerView
     if engine.rounds is not None:
