@@ -69,12 +69,6 @@ class LocalSteps:
             raise ValueError("nesterov=True needs a momentum. Add an outer_momentum above 0, such as 0.9.")
 
 
-def rounds_of(local_steps: Union[int, LocalSteps]) -> Optional[LocalSteps]:
-    """Return the settings for rounds of local steps, or ``None`` if ranks exchange gradients in every step."""
-    rounds = local_steps if isinstance(local_steps, LocalSteps) else LocalSteps(local_steps)
-    return None if rounds == LocalSteps() else rounds
-
-
 class Compression(TypedDict, total=False):
     """Keyword arguments of all entry points, after ``compressor`` and ``density``.
 
@@ -187,7 +181,9 @@ class Settings:
         wire, bits = wire_values(chosen["wire"])
         if own.wire is not None and bits is None:
             wire, bits = wire_values(own.wire)
-        rounds = rounds_of(chosen["local_steps"])
+        local = chosen["local_steps"]
+        local = local if isinstance(local, LocalSteps) else LocalSteps(local)
+        rounds = None if local == LocalSteps() else local  # without rounds, ranks exchange gradients in every step
         for name, (is_valid, expected) in _VALUES.items():
             if not is_valid(value := chosen[name]):  # type: ignore[literal-required]
                 raise ValueError(f"{name}={value!r} must be {expected}")
@@ -206,7 +202,7 @@ class Settings:
             overlaps_backward=chosen["overlaps_backward"],
             local_steps=rounds,
             levels=chosen["levels"],
-            asked=own.feedback._replace(decay=1.0 if rounds is None else rounds.residual_decay),
+            asked=own.feedback._replace(decay=local.residual_decay),
         )
         if density is not None:
             refuse(missing_capabilities("density=...", settings, f"density={density!r}"))
