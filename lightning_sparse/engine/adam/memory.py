@@ -141,8 +141,19 @@ class AdamMemory(Memory):
         others = dict(zip(names, gradients))
         corrected = {name: others.pop(name) for name in names if name in self.moments}
         super()._accumulate(list(others), list(others.values()), hyperparameters)
-        if corrected:
-            self._accumulate_updates(corrected, hyperparameters)
+        if not corrected:
+            return
+        names, gradients = list(corrected), list(corrected.values())
+        for name, gradient in corrected.items():
+            moments = self.moments[name]
+            if moments.decay and not moments.continues_step:
+                gradient.add_(self._levels.local_share(moments.parameter), alpha=moments.decay)
+        self._store_due({name: each for name, each in corrected.items() if self.moments[name].step >= self._due[name]})
+        waiting = self._waiting(names, gradients, hyperparameters)
+        world_size = self._levels.inter.world_size
+        accumulate_updates(gradients, waiting, self._seconds(names), self.scalars(names), world_size)
+        if self.is_watched:
+            self._update_norms.update(zip(names, torch._foreach_norm(torch._foreach_sub(gradients, waiting))))
 
     @override
     def reset(self, names: Iterable[str]) -> None:
@@ -164,21 +175,6 @@ class AdamMemory(Memory):
 
     def _denominator(self, name: str) -> Tensor:
         return denominators(self._seconds([name]), self.scalars([name]))[0]
-
-    def _accumulate_updates(
-        self, present: Mapping[str, Tensor], hyperparameters: Mapping[str, Hyperparameters]
-    ) -> None:
-        names, gradients = list(present), list(present.values())
-        for name, gradient in present.items():
-            moments = self.moments[name]
-            if moments.decay and not moments.continues_step:
-                gradient.add_(self._levels.local_share(moments.parameter), alpha=moments.decay)
-        self._store_due({name: each for name, each in present.items() if self.moments[name].step >= self._due[name]})
-        waiting = self._waiting(names, gradients, hyperparameters)
-        world_size = self._levels.inter.world_size
-        accumulate_updates(gradients, waiting, self._seconds(names), self.scalars(names), world_size)
-        if self.is_watched:
-            self._update_norms.update(zip(names, torch._foreach_norm(torch._foreach_sub(gradients, waiting))))
 
     def _store_due(self, gradients: Mapping[str, Tensor]) -> None:
         """Store gradients in bfloat16. In a continued step, add the gradient to that of earlier backwards."""
