@@ -64,10 +64,13 @@ class OwnersFormat(PositionsFormat):
         numels, counts = tuple(size.numel for size in sizes), tuple(size.selected for size in sizes)
         shares = _shares_of(numels, counts, self.world_size)
         message = shares.room * _PROPOSED.itemsize + index_codec(shares.universe, shares.room).nbytes
+        averaged = [self.world_size * final for final in shares.finals]
+        # PositionsFormat averages unrounded values in one piece. The gradients are assumed to be fp32.
+        pieces = [sum(averaged)] if self.dtype is torch.float32 else averaged
         return [
             Transfer("all_to_all", self.world_size * aligned(message)),
             Transfer("all_gather", aligned(index_codec(shares.extent, shares.final).nbytes + flags)),
-            *self.average_transfers([self.world_size * final for final in shares.finals]),
+            *self._values.transfers([SelectionSize(count, count) for count in pieces]),
         ]
 
 

@@ -94,19 +94,14 @@ class ReduceFormat(WireFormat):
         return dequantize(received[:, : quantized_nbytes(values.shape[1], self._bits)], self._bits)
 
     def _cut(self, tensors: Sequence[Tensor]) -> Tensor:
-        numels = list(map(Tensor.numel, tensors))
-        columns = sum(map(self._shard_numel, numels)) + self._padding(numels)
+        numels = map(Tensor.numel, tensors)
+        columns = sum(map(self._shard_numel, numels))
+        if self._bits is None:  # With ``bits``, message_of() adds padding.
+            columns = aligned(columns * self.dtype.itemsize) // self.dtype.itemsize
         return cut_into(tensors[0].new_empty(self.world_size, columns), tensors, self._multiple)
 
     def _shard_numel(self, numel: int) -> int:
         return shard_numel(numel, self.world_size, self._multiple)
-
-    def _padding(self, numels: Sequence[int]) -> int:
-        """Return the number of padding elements after a bucket's shards. With ``bits``, ``message_of`` pads instead."""
-        if self._bits is not None:
-            return 0
-        nbytes = sum(map(self._shard_numel, numels)) * self.dtype.itemsize
-        return (aligned(nbytes) - nbytes) // self.dtype.itemsize
 
     def _split(self, shards: Tensor, numels: Sequence[int]) -> list[Selection]:
         widths = list(map(self._shard_numel, numels))
@@ -145,11 +140,6 @@ class PositionsFormat(WireFormat):
         means = chosen.replaced(_concatenated(result.means)[None], indices[None])
         kept = chosen.replaced(_concatenated(result.kept), indices)
         return ExchangeResult(result.finite, used, means, kept)
-
-    def average_transfers(self, counts: Sequence[int]) -> list[Transfer]:
-        """Return the transfers of the average for fp32 gradients with ``counts[i]`` positions in tensor ``i``."""
-        counts = [sum(counts)] if self.dtype is torch.float32 else [count for count in counts if count]
-        return self._values.transfers([SelectionSize(count, count) for count in counts])
 
 
 class UnionFormat(PositionsFormat):
