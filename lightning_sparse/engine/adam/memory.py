@@ -51,7 +51,7 @@ class AdamMoments(NamedTuple):
 
 
 class AdamMemory(Memory):
-    """Accumulate updates of Adam for parameters with ``Hyperparameters.adam``, and gradients for all other parameters.
+    """Accumulate updates of Adam for corrected parameters, and gradients for all other parameters.
 
     Args:
         levels: topology, which averages gradients for second moments.
