@@ -16,13 +16,10 @@ from torch import nn
 
 from lightning_sparse import AdamCorrection, LocalSteps, SparseDDPStrategy
 from lightning_sparse.compressors import DGC, LAGS, TopK
-from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.strategy.names import VARIANTS, systems
 from lightning_sparse.testing.tensors import assert_same, differences
-from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model, refusals
 from tests.helpers.resuming import Numbered
-from tests.helpers.sparse_ddp import backpropagate, sparse_ddp
 from tests.helpers.statistics import STATS
 from tests.helpers.trainers import Failing, Small, WithAdam, make_trainer
 
@@ -97,47 +94,6 @@ def test_density_one_trains_parameters_of_several_types_as_ddp_does(pair):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"])
 def test_precisions_train_and_stay_identical(pair, precision):
     one_model(fits(pair, Small, {"density": 0.05}, precision=precision))
-
-
-def count_bytes(rank, settings):
-    sent = []
-    original = Communicator.issue
-
-    def watched(self, name, tensor, *out):
-        # An all-gather sends everything to all others, an all-to-all a part to each, and a ring all-reduce both.
-        others = self.world_size - 1
-        times = {
-            "all_gather": others,
-            "all_to_all": others / self.world_size,
-            "all_reduce": 2 * others / self.world_size,
-        }
-        sent.append(times[name] * tensor.numel() * tensor.element_size())
-        return original(self, name, tensor, *out)
-
-    with patch.object(Communicator, "issue", watched), sparse_ddp(nn.Linear(300, 70), **settings) as (ddp, engine):
-        for _ in range(2):  # the first exchange follows an agreement on the order
-            sent.clear()
-            backpropagate(ddp, engine, ddp(torch.randn(4, 300, device=DEVICE)).sum())
-            engine.end_step()
-        return sum(sent), engine.compression_stats()
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("wire", "ranks", "finds_unused"),
-    [("float32", 2, True), ("float32", 3, False), ("bfloat16", 2, False), ("bfloat16", 3, True)],
-)
-@pytest.mark.parametrize(("compressor", "density"), [("topk", 0.01), ("dense", None)])
-def test_byte_counts_are_true(pools, compressor, density, wire, ranks, finds_unused):
-    settings = {"compressor": compressor, "density": density, "wire": wire, "find_unused_parameters": finds_unused}
-    for sent, stats in pools[ranks].run(count_bytes, settings):
-        assert 0 < sent == pytest.approx(stats["wire_bytes"])
-        assert stats["dense_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * 4 * (300 * 70 + 70))
-        assert stats["compression_ratio"] == stats["dense_bytes"] / stats["wire_bytes"]
-        if compressor == "dense":  # as DDP, except flags and padding
-            assert stats["compression_ratio"] == pytest.approx(1 if wire == "float32" else 2, rel=2e-3)
-        elif (wire, ranks) == ("bfloat16", 2):  # an index has sixteen bits, too
-            assert stats["wire_bytes"] / round(0.01 * 300 * 70) <= 4.1
 
 
 VALUES = [

@@ -1,9 +1,13 @@
+from typing import NamedTuple
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_sparse.compressors import element_count
 from lightning_sparse.compressors.selection import Selection, SelectionSize, grouped
+from lightning_sparse.engine.collectives import Communicator
 from lightning_sparse.engine.settings import LocalSteps, Settings
 from lightning_sparse.engine.step.topology import LocalGradient
 from lightning_sparse.engine.wire.base import Transfer
@@ -18,6 +22,7 @@ VARYING = ("exdyna", "micro")  # the threshold only approximates the density
 FIXED = [name for name in COMPRESSOR_NAMES if name not in VARYING]
 STEPS = 4
 transfers_of = load("echo").transfers_of
+AS_DDP = {"float32": 1, "bfloat16": 2}  # compression ratios
 A2SGD_BYTES = 8  # two fp32 numbers that A2SGD gathers at the end of a step
 
 
@@ -34,16 +39,32 @@ class Block(nn.Module):
 MODELS = {"edges": Edges, "block": Block}
 
 
-def sent_by_a_step(rank, model, settings, kind="wire_bytes"):
+class Sent(NamedTuple):
+    stats: dict[str, float]
+    nbytes: float  # bytes that collectives of the last step send
+    sizes: list[int]  # sizes of the parameters, in the order of the exchange
+
+
+def sent_by_a_step(rank, model, settings):
     torch.manual_seed(0)
-    with sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
+    issue, sent = Communicator.issue, []
+
+    def counted(communicator, name, tensor, *out):
+        # An all-gather sends everything to all others, an all-to-all a part to each, and a ring all-reduce both.
+        others, ranks = communicator.world_size - 1, communicator.world_size
+        times = {"all_gather": others, "all_to_all": others / ranks, "all_reduce": 2 * others / ranks}
+        sent.append(times[name] * tensor.nbytes)
+        return issue(communicator, name, tensor, *out)
+
+    with mock.patch.object(Communicator, "issue", counted), sparse_ddp(MODELS[model](), **settings) as (ddp, engine):
         for step in range(STEPS):
+            sent.clear()
             engine.begin_backward()
             backpropagate(ddp, engine, ddp(batch(rank, step)))
             engine.end_step()
         numels = {name: parameter.numel() for name, parameter in ddp.module.named_parameters()}
         travelled = [name for group in engine.recorder.last.buckets for name in group.names]
-        return engine.compression_stats()[kind], [numels[name] for name in travelled]
+        return Sent(engine.compression_stats(), sum(sent), [numels[name] for name in travelled])
 
 
 def ratio_of_rounds(rank, settings):
@@ -83,16 +104,25 @@ def announced(settings, groups, ranks):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("model", "schedule"), [("edges", "single"), ("edges", "layerwise"), ("block", "single")])
+@pytest.mark.parametrize(
+    ("model", "schedule", "ranks"), [("edges", "single", 2), ("edges", "layerwise", 3), ("block", "single", 2)]
+)
 @pytest.mark.parametrize(
     ("compressor", "wire"),
-    [(name, wire) for place, name in enumerate(FIXED) for wire in (WIRES[place % 2], WIRES[3 + place % 2])],
+    [
+        *((name, wire) for place, name in enumerate(FIXED) for wire in (WIRES[place % 2], WIRES[3 + place % 2])),
+        ("dense", "float32"),
+    ],
 )
-def test_two_ranks_send_what_is_announced(pair, compressor, wire, model, schedule):
+def test_ranks_send_what_is_announced(pools, compressor, wire, model, schedule, ranks):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "wire": wire}
-    for sent, sizes in pair.run(sent_by_a_step, model, settings):
+    for stats, nbytes, sizes in pools[ranks].run(sent_by_a_step, model, settings):
         groups = [sizes] if schedule == "single" else [[size] for size in sizes]
-        assert sent == announced(settings_of(compressor, wire), groups, ranks=2)
+        assert nbytes == stats["wire_bytes"] == pytest.approx(announced(settings_of(compressor, wire), groups, ranks))
+        assert stats["dense_bytes"] == pytest.approx(2 * (ranks - 1) / ranks * 4 * sum(sizes))
+        assert stats["compression_ratio"] == stats["dense_bytes"] / stats["wire_bytes"]
+        if (compressor, model) == ("dense", "block") and wire in AS_DDP:  # except flags and padding
+            assert stats["compression_ratio"] == pytest.approx(AS_DDP[wire], rel=2e-3)
 
 
 @pytest.mark.sampled
@@ -101,10 +131,10 @@ def test_two_ranks_send_what_is_announced(pair, compressor, wire, model, schedul
 def test_nodes_send_each_other_what_is_announced(pools, compressor, schedule):
     settings = {"compressor": compressor, "density": DENSITY[compressor], "schedule": schedule, "local_world_size": 2}
     choices = settings_of(compressor)
-    for sent, sizes in pools[4].run(sent_by_a_step, "edges", settings, "inter_node_bytes"):
+    for stats, _, sizes in pools[4].run(sent_by_a_step, "edges", settings):
         shares = [-(-size // 2) for size in sizes]
         groups = [shares] if schedule == "single" else [[size] for size in shares]
-        assert sent == announced(choices, groups, 2)
+        assert stats["inter_node_bytes"] == announced(choices, groups, 2)
 
 
 @pytest.mark.sampled
