@@ -346,6 +346,30 @@ def test_the_example_of_the_page_runs(interpreter, tmp_path):
     assert {path.name for path in tmp_path.rglob("*.pt")} == {"model.pt", "rank_00000.pt", "rank_00001.pt"}
 
 
+def train_two(rank, overflow_at):
+    model = nn.ParameterDict({name: torch.zeros(100) for name in ("first", "second")}).to(DEVICE)
+    optimizers = [torch.optim.SGD([each], lr=1.0) for each in model.values()]
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=1000)
+    generator, owed = torch.Generator().manual_seed(rank), torch.zeros(100)
+    with sparsify_gradients(model, optimizers, "topk", density=0.1, warmup_steps=0, scaler=scaler) as handle:
+        for step in range(12):
+            inputs, overflows = torch.randn(100, generator=generator) + 1, step == overflow_at
+            owed += 0 if overflows else inputs
+            first, second = ((each * inputs.to(DEVICE)).sum() for each in model.values())
+            scaler.scale(first * (float("inf") if overflows else 1.0) + second).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        waiting = handle.engine.memory.state_dict()["residual"]["second"].cpu()
+    return owed, waiting - model["second"].detach().cpu()
+
+
+def test_an_overflow_of_one_optimizer_has_none_apply_what_is_not_kept(pair):
+    owed, got = (sum(each) / 2 for each in zip(*pair.run(train_two, 9)))
+    torch.testing.assert_close(got, owed)
+
+
 @each_optimizer
 def test_a_changing_loss_scale_changes_nothing(pair, optimizer):
     for scaled, plain in zip(*(pair.run(train_scaled, optimizer, is_scaled) for is_scaled in (True, False))):
