@@ -63,7 +63,9 @@ def large(tensor, numel):
 
 
 @examples(150)
-@given(tensors(anything), some.floats(0.001, 1.0), some.sampled_from([0, 0, 0, 33_000, 70_001, 300_001]))
+@given(
+    tensors(anything), some.just(0.003) | some.floats(0.001, 1.0), some.sampled_from([0, 0, 0, 33_000, 70_001, 300_001])
+)
 def test_top_k_is_that_of_a_full_sort(tensor, density, numel):
     tensor = large(tensor, numel) if numel else tensor
     count = max(1, round(density * tensor.numel()))

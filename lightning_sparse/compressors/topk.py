@@ -6,7 +6,8 @@ feedback makes top-k converge. Here every parameter has an exact count, as in Li
 
 On a CPU, a cheap vectorised pass first discards nearly all elements of a large tensor: all magnitudes below a
 threshold. The threshold comes from a strided sample, and is a little too low on purpose. ``torch.topk`` selects among
-the remaining elements, or, if the sample was misleading (or many elements are equal), among all elements.
+the remaining elements, or, if the sample was misleading (or many elements are equal), among all elements. At a low
+density, ``torch.topk`` selects the blocks with the largest maxima instead, and then selects within these blocks.
 
 On a GPU ``torch.topk`` selects among all elements, without a synchronization. Tensors of equal size share kernel
 launches, because a launch costs more than the work on a small tensor. Results do not depend on other tensors.
@@ -26,6 +27,9 @@ from lightning_sparse.compressors.selection import FlatSelection, Selection
 
 _SMALL = 1 << 15  # largest tensor, in elements, for which torch.topk alone is faster than a sampled threshold
 _BATCH = 1 << 22  # elements of the tensors in one batched call: copies take 16 MiB at most
+_BLOCK = 32  # elements
+_BLOCKS_PER_COUNT = 8  # minimum number of blocks per selected element; with fewer, a sampled threshold is faster
+_MANY = 1 << 21  # elements; for larger tensors, a sampled threshold is faster at all densities
 _SAMPLE_STRIDE = 8  # minimum stride of a sample; a denser sample costs more time than it saves later
 _SAMPLE = 1 << 16  # elements in a sample; the number of elements above the threshold is then exact to about 1 %
 _SAMPLE_SIGMAS = 4.0  # standard deviations by which a threshold is lowered; if still too high, torch.topk runs as well
@@ -92,13 +96,26 @@ def _select(rows: Sequence[Tensor], count: int) -> Tensor:
     if count == numel:
         return torch.arange(numel, device=rows[0].device).expand(len(rows), -1)
     if rows[0].device.type == "cpu" and numel > _SMALL:
-        return torch.stack([_by_sampled_threshold(row, count) for row in rows])
+        has_few = count * _BLOCK * _BLOCKS_PER_COUNT <= numel <= _MANY
+        return torch.stack([(_by_block_maxima if has_few else _by_sampled_threshold)(row, count) for row in rows])
     return _largest(torch.stack(tuple(rows)).abs_(), count)
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
     # torch.topk also counts a NaN as larger than any number.
     return torch.topk(magnitudes, count, sorted=False).indices.sort().values
+
+
+def _by_block_maxima(tensor: Tensor, count: int) -> Tensor:
+    # The largest elements are in the blocks with the largest maxima. In the last block, -1 is below every magnitude.
+    magnitudes = tensor.abs()
+    if missing := -tensor.numel() % _BLOCK:
+        magnitudes = torch.cat([magnitudes, magnitudes.new_full((missing,), -1.0)])
+    blocks = magnitudes.view(-1, _BLOCK)
+    chosen = _largest(blocks.amax(dim=1), count)
+    found = _largest(blocks.index_select(0, chosen).flatten(), count)
+    block = found // _BLOCK
+    return found.add_(chosen.index_select(0, block).sub_(block).mul_(_BLOCK))
 
 
 def _by_sampled_threshold(tensor: Tensor, count: int) -> Tensor:
