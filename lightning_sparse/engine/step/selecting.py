@@ -188,7 +188,9 @@ class BucketSelector:
         self._wires = wires
         self._formats = wires.formats
         self._format_for = cache(wires.format_for)
-        self._workspace = Workspace()
+        # Two buffers per merged part, of this step and of the last. On a CPU, new large blocks cost page faults.
+        self._buffers: dict[Any, list[Tensor]] = {}
+        self._old_buffers: dict[Any, list[Tensor]] = {}
 
     def select(
         self,
@@ -237,8 +239,8 @@ class BucketSelector:
         return parts
 
     def release(self) -> None:
-        """End the step, and make working memory available."""
-        self._workspace.release()
+        """End the step. The next step reuses the buffers of this step. Older buffers are freed."""
+        self._old_buffers, self._buffers = self._buffers, {}
 
     def _ask(
         self, members: Sequence[LocalGradient], tensors: Sequence[Tensor], counts: Sequence[int]
@@ -288,7 +290,10 @@ class BucketSelector:
         self, members: Sequence[LocalGradient], tensors: list[Tensor], densities: Sequence[float]
     ) -> Part:
         numels = list(map(Tensor.numel, tensors))
-        flat, mean = (self._workspace.take(sum(numels), tensors[0]) for _ in range(2))
+        key = (*numels, tensors[0].dtype, *(local.name for local in members))
+        buffers = self._old_buffers.get(key) or [tensors[0].new_empty(sum(numels)) for _ in range(2)]
+        self._buffers[key] = buffers
+        flat, mean = buffers
         torch.cat(tensors, out=flat)
         for piece, local in zip(flat.split(numels), members):
             if local.is_used is False:  # zeros, so that no element of an unused parameter's residual is selected
@@ -296,27 +301,6 @@ class BucketSelector:
         count = _merged_count(tensors, densities)
         selection = grouped(self._ask(members, [flat], [count]))
         return Part(self._ways_of(selection)[0], members, selection, count, tensors, (flat, mean))
-
-
-class Workspace:
-    """Working memory of a step's buckets, which the next steps reuse. On a CPU, new large blocks cost page faults."""
-
-    def __init__(self) -> None:
-        self._held: list[Tensor] = []
-        self._taken = 0
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return an uninitialized flat tensor, with dtype and device of ``like``, reserved until :meth:`release`."""
-        place, self._taken = self._taken, self._taken + 1
-        held = self._held[place] if place < len(self._held) else None
-        if held is None or held.numel() != numel or held.dtype is not like.dtype:
-            self._held[place : place + 1] = [like.new_empty(numel)]
-        return self._held[place]
-
-    def release(self) -> None:
-        """Make all tensors available again, and free tensors that were not taken since the last release."""
-        del self._held[self._taken :]
-        self._taken = 0
 
 
 def _merged_count(tensors: Sequence[Tensor], densities: Sequence[float]) -> int:
