@@ -149,8 +149,7 @@ class Backward(ABC):
         if not member.numel:  # not sent; the gradient becomes an empty tensor if any rank used the parameter
             self._local_of(member)
             return
-        dtype = member.parameter.dtype
-        if self._bucket and dtype is not self._bucket[0].parameter.dtype and not self._goes_with(dtype):
+        if self._bucket and self._message_dtype(member) is not self._message_dtype(self._bucket[0]):
             self._close_bucket()  # all values of a message have one dtype
         self._bucket.append(member)
         self._bucket_numel += member.numel
@@ -168,9 +167,9 @@ class Backward(ABC):
         self._committed = self._context.worker.submit(self._commit)
         return self._committed
 
-    def _goes_with(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of this dtype may be added to the current bucket of another dtype."""
-        return False
+    def _message_dtype(self, member: ParamEntry) -> torch.dtype:
+        """Return the dtype to which all gradients of a bucket are converted."""
+        return member.parameter.dtype
 
     @abstractmethod
     def _closes(self, member: ParamEntry) -> bool:
@@ -240,8 +239,8 @@ class SparseBackward(Backward):
             route.worker.submit(route.pipeline.refresh)
 
     @override
-    def _goes_with(self, dtype: torch.dtype) -> bool:
-        return widened(dtype) is widened(self._bucket[0].parameter.dtype)
+    def _message_dtype(self, member: ParamEntry) -> torch.dtype:
+        return widened(member.parameter.dtype)
 
     @override
     def _closes(self, member: ParamEntry) -> bool:
