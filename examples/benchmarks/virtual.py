@@ -280,7 +280,7 @@ class VirtualRank:
 
     def _exchange(self) -> None:
         context = self._view.next_step()
-        self._pipeline.begin_step(context)
+        self._pipeline.context = context
         self._densities.begin_step(context.warm_up_progress)
         self._densities.count_step(0)  # this one, before the next begins
         named = [(name, parameter.grad) for name, parameter in self.network.named_parameters()]

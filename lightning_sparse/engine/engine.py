@@ -164,7 +164,7 @@ class Engine(SharedOnCopy):
         if self.recorder.current.backward_start is None:  # No hook has recorded the start.
             self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
-        self.pipeline.begin_step(context)
+        self.pipeline.context = context
         self.densities.begin_step(context.warm_up_progress)
 
     def begin_dense_backward(self, is_warm_up: bool) -> None:

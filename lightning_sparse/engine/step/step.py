@@ -96,12 +96,8 @@ class Pipeline:
         self.levels = levels
         self.recorder = levels.inter.recorder
         self.density_of = density_of
-        self.context = EMPTY_CONTEXT
+        self.context = EMPTY_CONTEXT  # replaced before each step
         self.selector = BucketSelector(compressor, wires)
-
-    def begin_step(self, context: StepContext) -> None:
-        """Set the context of the next step."""
-        self.context = context
 
     def refresh(self) -> None:
         """Before the first bucket of a backward, update Adam's second moments."""
