@@ -161,8 +161,6 @@ class Engine(SharedOnCopy):
 
     def begin_backward(self, context: StepContext = EMPTY_CONTEXT) -> None:
         """Begin a backward with an exchange of compressed gradients. Call this before the first gradient is ready."""
-        if self.recorder.current.backward_start is None:  # No hook has recorded the start.
-            self.recorder.begin_backward()
         self.recorder.current.is_typical = context.warm_up_progress >= 1
         self.pipeline.context = context
         self.densities.begin_step(context.warm_up_progress)

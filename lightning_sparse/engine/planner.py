@@ -164,17 +164,10 @@ def averaged(communicator: Communicator, steps: Sequence[StepRecord]) -> list[St
 
 
 def _sample_of(record: StepRecord) -> StepSample:
-    assert record.end is not None
-    watched = [mark for mark in record.ready.values() if mark is not None]
-    # Without a Trainer, a hook may not have recorded the start of backward.
-    first = watched[0] if watched else record.backward_end
-    start = first if record.backward_start is None else record.backward_start
-    return StepSample(
-        tuple(Clock.seconds(start, mark) for mark in watched),
-        tuple(
-            BucketSample(each.elements, each.counts, each.seconds("select", "encode"), each.seconds("exchange"))
-            for each in record.buckets
-        ),
-        record.seconds("exposed"),
-        Clock.seconds(start, record.end),
+    start = record.backward_start
+    ready = tuple(Clock.seconds(start, mark) for mark in record.ready.values())
+    buckets = tuple(
+        BucketSample(each.elements, each.counts, each.seconds("select", "encode"), each.seconds("exchange"))
+        for each in record.buckets
     )
+    return StepSample(ready, buckets, record.seconds("exposed"), Clock.seconds(start, record.end))

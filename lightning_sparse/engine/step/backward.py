@@ -232,6 +232,8 @@ class SparseBackward(Backward):
 
     def __init__(self, route: ReducerContext, order: ParamOrder, used: Set[ParamEntry]) -> None:
         super().__init__(route, order, used)
+        if route.pipeline.recorder.current.backward_start is None:  # No hook has recorded the start.
+            route.pipeline.recorder.begin_backward()
         self._known = dict(route.packages)
         route.packages.clear()
         self._exchanged: list[BucketResult] = []
