@@ -32,13 +32,12 @@ _OWN_USES = 2  # number of references to the storage of an unshared gradient: p.
 class ParamEntry:
     """A parameter to exchange. Dictionaries have entries as keys, because an entry hashes faster than a tensor."""
 
-    __slots__ = ("name", "numel", "parameter", "position")
+    __slots__ = ("name", "numel", "parameter")
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name = name
         self.parameter = parameter
         self.numel = local_tensor(parameter).numel()
-        self.position = -1  # index among exchanged parameters, in order of definition
 
 
 class ParamOrder:

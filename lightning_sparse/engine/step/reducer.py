@@ -170,8 +170,6 @@ class SparseReducer(SharedOnCopy):
             elif parameter in self._hooked:
                 self._hooked[parameter][0].name = name
         members = [self._hooked[parameter][0] for parameter in trained.values() if parameter in named]
-        for position, each in enumerate(members):
-            each.position = position
         self._context.packages.clear()
         self._order = ParamOrder(members, self._context.among.device)
 
@@ -297,15 +295,16 @@ class SparseReducer(SharedOnCopy):
 
     def _agreed_order(self, backward: Backward) -> list[ParamEntry]:
         """Return rank 0's order of ready gradients, then unused parameters in reverse order of definition."""
-        members, among = self._order.members, self._context.among
+        members, among = self._order.members, self._context.among  # members are in order of definition
         backwards = members[::-1]
         if self._context.is_sharded:  # FSDP reduces a module's gradients at once, in no order
             return backwards
         places = {each: place for place, each in enumerate(backward.marks)}  # also parameters that are not exchanged
         order = sorted(backwards, key=lambda each: places.get(each, len(places)))
-        own = torch.tensor([each.position for each in order]).to(among.device)
+        numbers = {each: number for number, each in enumerate(members)}
+        own = torch.tensor([numbers[each] for each in order]).to(among.device)
         rows = self._context.worker.run(lambda: among.all_gather(own))
-        return [members[position] for position in rows[0].tolist()]
+        return [members[number] for number in rows[0].tolist()]
 
 
 def is_in_backward() -> bool:
