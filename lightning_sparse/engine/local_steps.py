@@ -235,7 +235,7 @@ class SharedModel:
         self._away = None
         for name, tensor in self.exchanged().items():
             shared = self._shared[name]  # fp32 values that round to the module's values do not change
-            shared.copy_(torch.where(_as(shared, tensor.dtype) == tensor, shared, tensor))
+            shared.copy_(torch.where(round_to(shared, tensor.dtype) == tensor, shared, tensor))
 
     def exchange(self, moved: Set[str], steps: int) -> None:
         """Exchange this rank's changes, and set the module to the new shared model.
@@ -333,7 +333,7 @@ class SharedModel:
 def _change(shared: Tensor, tensor: Tensor) -> Tensor:
     """Return ``shared - tensor``, flat, after rounding ``shared`` to the dtype of the module's ``tensor``."""
     now = flatten_as(tensor, shared)
-    before = _as(flatten_as(shared), now.dtype)
+    before = round_to(flatten_as(shared), now.dtype).to(shared.dtype)
     return (before - now).masked_fill_(before == now, 0)  # equal infinities have the difference 0
 
 
@@ -341,8 +341,3 @@ def _buckets(changes: Mapping[str, Tensor]) -> Iterator[list[LocalGradient]]:
     names = {change: name for name, change in changes.items()}
     for alike in _take_tensors(list(names), _BUCKET_BYTES):  # Tensors of a bucket have one dtype.
         yield [LocalGradient(names[each], each, None) for each in alike]
-
-
-def _as(shared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round values to the module's ``dtype``, and convert the result back, so that rounding is not a change."""
-    return shared if shared.dtype is dtype else round_to(shared, dtype).to(shared.dtype)
