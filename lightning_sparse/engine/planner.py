@@ -1,6 +1,7 @@
 """A planner that finds buckets by trials. The plan is equal on all ranks."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from statistics import median
 from typing import NamedTuple, Optional
@@ -31,6 +32,7 @@ Samples = dict[Stops, list[StepSample]]
 Course = Generator[None, StepRecord, None]
 
 
+@dataclass
 class StepPlanner:
     """Time several bucket plans in the first steps, and use the fastest plan.
 
@@ -38,33 +40,24 @@ class StepPlanner:
     ``adaptive_density``, a higher density if backward hides the additional time.
     """
 
-    def __init__(
-        self,
-        schedule: Merged,
-        communicator: Communicator,
-        recorder: Recorder,
-        numels: Mapping[str, int],
-        densities: Densities,
-        adaptive_density: bool,
-        overlaps_backward: bool,
-        log: Callable[[str], None],
-    ) -> None:
-        self._schedule = schedule
-        self._communicator = communicator
-        self._recorder = recorder
-        self._numels = numels
-        self._densities = densities
-        self._adapts_density = adaptive_density
-        self._overlaps = overlaps_backward
-        self._log = log if communicator.rank == 0 else lambda line: None
-        self._order: tuple[str, ...] = ()
-        self._course: Course  # the planning of _order as a generator; starts with the first recorded order
-        self.plan: Optional[Plan] = None
-        schedule.reset()
+    schedule: Merged
+    communicator: Communicator
+    recorder: Recorder
+    numels: Mapping[str, int]
+    densities: Densities
+    adaptive_density: bool
+    overlaps_backward: bool
+    log: Callable[[str], None]  # called on rank 0
+    plan: Optional[Plan] = None
+    _order: tuple[str, ...] = ()
+    _course: Course = field(init=False)  # the planning of _order as a generator; starts with the first recorded order
+
+    def __post_init__(self) -> None:
+        self.schedule.reset()
 
     def start(self) -> None:
         """Process the records of the next exchanges, until there is a plan for the order of gradients."""
-        self._recorder.on_record = self.see_exchange
+        self.recorder.on_record = self.see_exchange
 
     def see_exchange(self, record: StepRecord) -> None:
         """Process the record of an exchange. Every rank calls this between two steps."""
@@ -78,38 +71,38 @@ class StepPlanner:
                 self._order, self._course = order, self._run()
                 next(self._course)
         except StopIteration:  # There is a plan.
-            self._recorder.on_record = None
+            self.recorder.on_record = None
 
     def _run(self) -> Course:
         """Time bucket plans for ``_order``, and choose a plan. Each ``yield`` waits for the record of an exchange."""
-        elements = [self._numels[name] for name in self._order]
-        seen = yield from self._time(equal_plans(elements) if self._overlaps else [(len(elements),)])
+        elements = [self.numels[name] for name in self._order]
+        seen = yield from self._time(equal_plans(elements) if self.overlaps_backward else [(len(elements),)])
         costs, ready = _costs_and_times(seen)
         if costs is not None:
             contest = yield from self._time([self._optimum(elements, costs, ready), _fastest(seen)])
             # Samples of the first trials count, too. Otherwise a plan that was fast by chance could win.
             seen |= {stops: [*seen.get(stops, ()), *steps] for stops, steps in contest.items()}
         best = _fastest(seen)
-        densities = self._hidden_densities(best, costs, ready) if self._adapts_density and costs is not None else ()
+        densities = self._hidden_densities(best, costs, ready) if self.adaptive_density and costs is not None else ()
         self._adopt(best, densities, seen)
 
     def _time(self, plans: Sequence[Stops]) -> Generator[None, StepRecord, Samples]:
         """Time steps of each bucket plan. A trial begins with an untimed step, in which buffers get new sizes."""
         seen: dict[Stops, list[StepRecord]] = {stops: [] for stops in plans}
-        self._recorder.watches_gradients = True
+        self.recorder.watches_gradients = True
         for stops, steps in list(seen.items()) * _ROUNDS:
             self._bucket_as(stops)
             yield
             for _ in range(_STEPS):
                 steps.append((yield))
-        self._recorder.watches_gradients = False
+        self.recorder.watches_gradients = False
         records = list(chain.from_iterable(seen.values()))
-        samples = iter(averaged(self._communicator, records))
+        samples = iter(averaged(self.communicator, records))
         return {stops: [next(samples) for _ in steps] for stops, steps in seen.items()}
 
     def _optimum(self, elements: Sequence[int], costs: BucketCosts, ready: Sequence[float]) -> Stops:
         """Compute from measured costs which bucket plan ends a step earliest, as in OMGS-SGD."""
-        sent = sum(self._densities.count(name, self._numels[name]) for name in self._order) / sum(elements)
+        sent = sum(self.densities.count(name, self.numels[name]) for name in self._order) / sum(elements)
         backward = [later - earlier for earlier, later in pairwise([0.0, *ready])]
         buckets = plan_buckets(elements, backward, costs.select.__call__, lambda numel: costs.exchange(sent * numel))
         return tuple(accumulate(map(len, buckets)))
@@ -117,25 +110,26 @@ class StepPlanner:
     def _hidden_densities(self, stops: Stops, costs: BucketCosts, ready: Sequence[float]) -> tuple[float, ...]:
         shapes = [
             BucketShape(
-                sum(self._numels[name] for name in bucket),
-                sum(self._densities.count(name, self._numels[name]) for name in bucket),
+                sum(self.numels[name] for name in bucket),
+                sum(self.densities.count(name, self.numels[name]) for name in bucket),
                 ready[stop - 1],
             )
             for bucket, stop in zip(self._buckets(stops), stops)
         ]
-        return tuple(min(density, self._densities.ceiling) for density in hidden_densities(costs, shapes))
+        return tuple(min(density, self.densities.ceiling) for density in hidden_densities(costs, shapes))
 
     def _adopt(self, stops: Stops, densities: tuple[float, ...], seen: Samples) -> None:
         self._bucket_as(stops, densities)
         exposed = median(sample.exposed_seconds for sample in seen[stops])
         tried = tuple(sorted((len(each), _seconds(samples)) for each, samples in seen.items()))
         self.plan = Plan(self._buckets(stops), densities, _seconds(seen[stops]), exposed, tried)
-        self._log(str(self.plan))
+        if self.communicator.rank == 0:
+            self.log(str(self.plan))
 
     def _bucket_as(self, stops: Stops, densities: Sequence[float] = ()) -> None:
-        self._schedule.end_buckets_at(self._order[stop - 1] for stop in stops)
+        self.schedule.end_buckets_at(self._order[stop - 1] for stop in stops)
         buckets = zip(self._buckets(stops), densities)
-        self._densities.planned = {name: density for bucket, density in buckets for name in bucket}
+        self.densities.planned = {name: density for bucket, density in buckets for name in bucket}
 
     def _buckets(self, stops: Stops) -> tuple[tuple[str, ...], ...]:
         return tuple(self._order[start:stop] for start, stop in pairwise((0, *stops)))
