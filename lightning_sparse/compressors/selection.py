@@ -5,6 +5,7 @@ adjacent in memory, and a single call reads, writes or adds all these gradients.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Optional, Union
 
@@ -53,6 +54,7 @@ class Selection(NamedTuple):
     filled: Optional[Tensor] = None
 
 
+@dataclass(eq=False)
 class FlatSelection(Sequence[Selection]):
     """The selected elements of all tensors of a bucket. Item ``i`` of the sequence is the selection of tensor ``i``.
 
@@ -61,14 +63,11 @@ class FlatSelection(Sequence[Selection]):
     ``counts[i]`` selected elements. ``filled`` is as in :class:`~lightning_sparse.Selection`.
     """
 
-    def __init__(
-        self, values: Tensor, indices: Tensor, numels: Counts, counts: Counts, filled: Optional[Tensor] = None
-    ) -> None:
-        self.values = values
-        self.indices = indices
-        self.numels = numels
-        self.counts = counts
-        self.filled = filled
+    values: Tensor
+    indices: Tensor
+    numels: Counts
+    counts: Counts
+    filled: Optional[Tensor] = None
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], indices: Sequence[Tensor]) -> "FlatSelection":
