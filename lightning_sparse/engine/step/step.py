@@ -61,7 +61,6 @@ _APART = (
     " or a backward in on_after_backward). Replicas would no longer be equal. Change gradients on all ranks, or after"
     " the optimizer step. Call backward on the output of the model, or once on a sum of losses."
 )
-_ODD = 0x100000001B3  # FNV prime; multiplication makes the hash depend on the order of gradients
 
 
 class StepContext(NamedTuple):
@@ -134,9 +133,9 @@ class Pipeline:
         """Raise an error on all ranks if the means of earlier exchanges of this step differ. Waits for the device."""
         if self.compressor.replicas_diverge:
             return
-        held = torch.zeros(1, dtype=torch.int64, device=self.levels.inter.device)
-        for tensor in means:
-            held.mul_(_ODD).add_(fingerprint(tensor)).add_(1)  # the 1 distinguishes a zero gradient from no gradient
+        start = torch.zeros((), dtype=torch.int64, device=self.levels.inter.device)
+        prints = torch.stack([start, *map(fingerprint, means)]).add_(1)  # 1 distinguishes a zero from no gradient
+        held = fingerprint(prints).view(1)
         everywhere = self.levels.same_shard.call(Payload("all_gather", held))
         if bool((everywhere != held).any()):
             raise RuntimeError(_APART)
