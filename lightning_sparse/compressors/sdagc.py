@@ -73,30 +73,29 @@ class SDAGC(DGC):
         self.capacity = capacity
         super().__init__(momentum, nesterov, masks_momentum, clip_norm)
         self.feedback = self.feedback._replace(rescale_on_lr_change=revises_learning_rate)
-        self._positions: dict[str, int] = {}
-        self._alphas = torch.empty(0)
-        self._proposals: list[tuple[Tensor, Tensor]] = []  # per bucket: positions of parameters, next alphas
+        self._alphas: dict[str, Tensor] = {}  # by parameter name, also of frozen parameters; NaN before the first step
+        self._proposals: list[tuple[Sequence[str], Tensor, Tensor]] = []  # per bucket: names, alphas, next alphas
 
     @override
     def begin(self, layout: ModelLayout) -> None:
-        self._positions = {name: position for position, name in enumerate(layout.names)}
-        unset = math.nan if self.alpha is None else self.alpha
-        self._inactive: dict[str, Tensor] = {}  # alphas of frozen parameters
-        self._alphas = torch.full((len(layout.names),), unset, dtype=torch.float32, device=layout.device)
+        first = math.nan if self.alpha is None else self.alpha
+        # An attribute, because the worker's stream may read this tensor after the first step has replaced all entries.
+        self._first = torch.tensor(first, dtype=torch.float32).to(layout.device)
+        self._alphas = dict.fromkeys(layout.names, self._first)
         self._proposals.clear()
 
     @override
     def select(self, names: Sequence[str], accumulated: Sequence[Tensor], counts: Sequence[int]) -> Sequence[Selection]:
         sizes = [self.selection_size(tensor.numel(), count) for tensor, count in zip(accumulated, counts)]
         selection = largest_of_each(accumulated, [size.selected for size in sizes])
-        columns = (tuple(self._positions[name] for name in names), tuple(counts), selection.counts, selection.numels)
-        positions, wanted, rooms, numels = (copied_to(column, selection.values.device) for column in columns)
-        alphas = self._alphas[positions]
-        alphas = torch.where(alphas.isnan(), -(wanted.float() / numels).log() / math.sqrt(2), alphas)
+        columns = (tuple(counts), selection.counts, selection.numels)
+        wanted, rooms, numels = (copied_to(column, selection.values.device) for column in columns)
+        before = torch.stack([self._alphas[name] for name in names])
+        alphas = torch.where(before.isnan(), -(wanted.float() / numels).log() / math.sqrt(2), before)
         thresholds = alphas * _deviations(accumulated, numels)
         filled = _reaching(selection.values, rooms, thresholds.masked_fill(wanted == numels, 0.0))
         sent = _segments(filled.float(), "sum", rooms)
-        self._proposals.append((positions, _updated(alphas, sent, wanted, rooms, numels)))
+        self._proposals.append((names, before, _updated(alphas, sent, wanted, rooms, numels)))
         return FlatSelection(selection.values, selection.indices, selection.numels, selection.counts, filled)
 
     @override
@@ -105,21 +104,18 @@ class SDAGC(DGC):
 
     @override
     def finish_step(self, names: Sequence[str], means: Sequence[Selection], finite: Tensor, all_gather: Gather) -> None:
-        for positions, alphas in self._proposals:
-            self._alphas[positions] = torch.where(finite, alphas, self._alphas[positions])
+        for bucket, before, after in self._proposals:
+            self._alphas.update(zip(bucket, torch.where(finite, after, before).unbind()))
         self._proposals.clear()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        present = {name: self._alphas[position] for name, position in self._positions.items()}
-        return {"alpha": {**self._inactive, **present}}
+        return {"alpha": dict(self._alphas)}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        known = state["alpha"]
-        self._inactive = {name: alpha.clone() for name, alpha in known.items() if name not in self._positions}
-        for name in known.keys() & self._positions.keys():
-            self._alphas[self._positions[name]] = known[name]
+        device = self._first.device
+        self._alphas.update({name: alpha.to(device, copy=True) for name, alpha in state["alpha"].items()})
 
 
 def _deviations(tensors: Sequence[Tensor], numels: Tensor) -> Tensor:
