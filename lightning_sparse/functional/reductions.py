@@ -22,12 +22,7 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def norm_of_all(norms: Tensor) -> Tensor:
     """Combine the norms of several tensors to the norm of all elements, fp32 ``[]``."""
-    if norms.device.type == "cpu":
-        norm: Tensor = norms.norm()
-        if not norm.isinf():
-            return norm
-    wide: Tensor = norms.norm(dtype=torch.float64)
-    return wide.float()
+    return norms_of([norms])[0]
 
 
 _PIECE = 1 << 18  # elements per piece on a CPU: temporaries fit in the cache, and fp32 counts are exact
