@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
@@ -83,10 +82,6 @@ class ModelLayout(NamedTuple):
     def numel(self) -> int:
         """Number of elements of all exchanged parameters."""
         return sum(self.numels)
-
-    def starts(self) -> dict[str, int]:
-        """Return the offset of each parameter in the flattened model, by name."""
-        return dict(zip(self.names, accumulate(self.numels, initial=0)))
 
 
 def trained_in(module: Module) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ class ExDyna(Compressor):
     @override
     def begin(self, layout: ModelLayout) -> None:
         self._layout = layout
-        self._starts = layout.starts()
+        self._starts = dict(zip(layout.names, starts_of(layout.numels)))  # offsets in the flat model
         self._step = 0
         self._threshold = ThresholdState()
         self._histogram = magnitude_histogram(torch.empty(0, device=layout.device))
