@@ -102,7 +102,7 @@ class ExDyna(Compressor):
 
     def _choose(self, pieces: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
         """Return the selected indices in each piece. ``starts`` are the offsets of the pieces in the flat model."""
-        if self._is_whole:
+        if self._wanted(self._layout.numel) == self._layout.numel:
             return [torch.arange(piece.numel(), device=piece.device) for piece in pieces]
         if self._threshold.threshold is not None:
             numels = tuple(map(Tensor.numel, pieces))
@@ -117,10 +117,6 @@ class ExDyna(Compressor):
         count = wanted * (start + piece.numel()) // numel - wanted * start // numel
         self._histogram += magnitude_histogram(piece)
         return top_k_indices(piece, count) if count else torch.empty(0, dtype=torch.int64, device=piece.device)
-
-    @property
-    def _is_whole(self) -> bool:
-        return self._wanted(self._layout.numel) == self._layout.numel
 
     def _wanted(self, numel: int) -> int:
         return min(numel, max(self._layout.world_size, round(self._density * numel)))
