@@ -219,7 +219,7 @@ class SparseReducer(SharedOnCopy):
         return bool(self._wrapper.require_backward_grad_sync) and not self.is_paused
 
     def _record_start(self) -> None:
-        if self._exchanges and not self.is_dense:
+        if self._exchanges:
             self._context.pipeline.recorder.begin_backward()
 
     def _attend(self) -> None:
