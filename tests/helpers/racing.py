@@ -48,7 +48,7 @@ class Clock(dict):
 
 class Event:
     def __init__(self, device, enable_timing=False):
-        self._device, self._clock, self._has_passed = device, Clock(), False
+        self._device, self._clock = device, Clock()
 
     def record(self, stream=None):
         self._clock = Clock((stream or self._device.current_stream()).clock)
@@ -56,13 +56,8 @@ class Event:
     def wait(self, stream=None):
         (stream or self._device.current_stream()).clock.join(self._clock)
 
-    def query(self):
-        self._has_passed = True
-        return True
-
     def synchronize(self):
-        if not self._has_passed:
-            self._device.wait("synchronize", self._clock)
+        self._device.wait("synchronize", self._clock)
 
     def elapsed_time(self, end):
         return 1.0
@@ -84,9 +79,6 @@ class Stream:
 
     def wait_stream(self, other):
         self.clock.join(other.clock)
-
-    def synchronize(self):
-        self._device.wait("synchronize", self.clock)
 
 
 class _Memory:
@@ -117,7 +109,6 @@ class Device:
         self._memories = {}  # device memory by storage address
         self._lock = threading.RLock()
         self._default = Stream(self, "default")
-        self._collecting = Stream(self, "collective")
         self._host = _Host(self._default)
 
     def current_stream(self, device=None):
@@ -125,10 +116,6 @@ class Device:
 
     def set_device(self, device):
         """Do nothing, because there is a single device."""
-
-    def synchronize(self, device=None):
-        for stream in self.streams:
-            stream.synchronize()
 
     @contextmanager
     def stream(self, stream):
@@ -194,24 +181,6 @@ class Device:
                 if not (memory.stream.clock.knows(number, time) or self._host.clock.knows(number, time)):
                     names = memory.stream.name, self.streams[number].name
                     self.races.append(f"memory of {names[0]} is given out again beside {operation} on {names[1]}")
-
-    def collect(self, tensor, echo, is_asynchronous):
-        """Run a collective as if each rank sent the same tensor. Return a work object if asynchronous."""
-        if not is_asynchronous:
-            return echo()
-        self._collecting.clock.join(self._host.stream.clock)
-        with self.stream(self._collecting):
-            echo()
-        return _Work(self, tensor, Clock(self._collecting.clock))
-
-
-class _Work(NamedTuple):
-    device: Device
-    tensor: torch.Tensor  # reference held until the wait
-    clock: Clock
-
-    def wait(self):
-        self.device.current_stream().clock.join(self.clock)
 
 
 def _key(tensor):
@@ -357,8 +326,8 @@ def played(ranks=4):
         rows = tensor.view(dist.get_world_size(group), -1)
         received.view_as(rows).copy_(rows[0].expand_as(rows))
 
-    def add_up(tensor, op=None, group=None, async_op=False):
-        return device.collect(tensor, lambda: tensor.mul_(dist.get_world_size(group)), async_op)
+    def add_up(tensor, op=None, group=None):
+        tensor.mul_(dist.get_world_size(group))
 
     def run_backward(*args, **kwargs):
         with _Calls(device, device._host):  # the backward call and its hooks run outside the outer mode
