@@ -1,5 +1,6 @@
 """Record the collectives that ranks issue, from any thread and in the order of calls."""
 
+import random
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -75,3 +76,16 @@ def stuck_at(recordings):
         for rank in begun.ranks:
             queues[rank].popleft()
     return None
+
+
+class Sluggish(ExchangeWorker):
+    """An exchange worker that sleeps before every task. The time is random and differs between ranks."""
+
+    def submit(self, task):
+        chance = random.Random(f"{dist.get_rank()} {time.perf_counter_ns()}")
+
+        def run_late():
+            time.sleep(chance.random() * 0.005)
+            return task()
+
+        return super().submit(run_late)

@@ -39,7 +39,7 @@ from lightning_sparse.engine.settings import LocalSteps
 from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.testing.invariants import is_exact
 from tests.compatibility.running import changing_hands
-from tests.helpers.sluggish import Sluggish
+from tests.helpers.issued import Sluggish
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
 WIDTH = 6

@@ -12,7 +12,7 @@ from lightning_sparse.testing.wrapping import parameters_of
 from tests.helpers.devices import DEVICE
 from tests.helpers.entry_points import Net, optimizer_of, pickled, rows_of, tensors_of
 from tests.helpers.fits import refuse
-from tests.helpers.rounds import ROUNDS
+from tests.helpers.resuming import ROUNDS
 
 EVERY = 4
 SPARSE = {"density": 0.1, "local_steps": LocalSteps(EVERY, residual_decay=0.9)}

@@ -9,8 +9,7 @@ from torch.nn.utils import prune
 from lightning_sparse.testing.tensors import assert_same
 from tests.helpers.fits import assert_goes_on, fits
 from tests.helpers.random_trainings import AverageAtValidation, write
-from tests.helpers.resuming import Numbered
-from tests.helpers.rounds import ROUNDS, Local, Overflowing, scaling
+from tests.helpers.resuming import ROUNDS, Local, Numbered, Overflowing, scaling
 from tests.helpers.trainers import Small, weights
 
 
