@@ -2,7 +2,13 @@
 
 import pytest
 
-from lightning_sparse import AdamCorrection, LocalSteps
+from lightning_sparse import (
+    AdamCorrection,
+    LocalSteps,
+    SparseDDPStrategy,
+    SparseFabricStrategy,
+    SparseModelParallelStrategy,
+)
 from lightning_sparse.callbacks import (
     AdaptiveDensity,
     ErrorBudget,
@@ -42,6 +48,23 @@ OUT_OF_RANGE = [
     (ruled, "max_density", (0.0,)),
     (ruled, "every_n_steps", (0,)),
     (ErrorBudget, "budget", (0.0,)),
+    (SparseDDPStrategy, "density", (0, 100, "0.1", True)),
+    (SparseDDPStrategy, "compressor", ("topp",)),
+    (SparseDDPStrategy, "optimizer_correction", ("adam",)),
+    (SparseDDPStrategy, "warmup_steps", (-1, True, 1.0, 4.5, "4")),
+    (SparseDDPStrategy, "warmup_epochs", (4,)),
+    (SparseDDPStrategy, "schedule", ("schedule",)),
+    (SparseDDPStrategy, "wire", ("wire",)),
+    (SparseDDPStrategy, "exchange", ("exchange",)),
+    (SparseDDPStrategy, "levels", (0, 3, "two", None)),
+    (SparseFabricStrategy, "density", (1.5,)),
+    (SparseFabricStrategy, "bucket_cap_mb", (25,)),
+    (SparseFabricStrategy, "compressor", ("a2sgd",)),
+    (SparseModelParallelStrategy, "compressor", ("a2sgd", "sdagc", "micro", "exdyna")),
+    (SparseModelParallelStrategy, "replicas", (0,)),
+    (SparseModelParallelStrategy, "data_parallel_size", (1.5,)),
+    (SparseModelParallelStrategy, "tensor_parallel_size", (2,)),
+    (SparseModelParallelStrategy, "density", (2,)),
 ]
 
 

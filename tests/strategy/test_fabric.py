@@ -179,19 +179,9 @@ def test_mistakes_are_refused_with_their_cure(pair):
             assert part in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({"denstiy": 0.01}, TypeError, "denstiy=0.01 .*density"),
-        ({"density": 1.5}, ValueError, "density=1.5"),
-        ({"bucket_cap_mb": 25}, ValueError, "bucket_cap_mb=25"),
-        ({"compressor": "a2sgd"}, ValueError, "A2SGD"),
-    ],
-    ids=str,
-)
-def test_arguments_are_checked_at_once(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        SparseFabricStrategy(**arguments)
+def test_a_misspelt_argument_is_refused():
+    with pytest.raises(TypeError, match=r"denstiy=0.01 .*density"):
+        SparseFabricStrategy(denstiy=0.01)
 
 
 def test_every_name_of_the_trainer_is_known():

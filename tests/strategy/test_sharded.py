@@ -327,24 +327,6 @@ def test_what_has_no_shards_of_a_replica_or_needs_whole_ones_is_refused_on_all_r
         assert words in failure, failure
 
 
-BAD = {
-    "compressor": {"compressor": "a2sgd"},
-    "compressor=SDAGC": {"compressor": "sdagc"},
-    "compressor=MiCRO": {"compressor": "micro"},
-    "compressor=ExDyna": {"compressor": "exdyna"},
-    "replicas": {"replicas": 0},
-    "data_parallel_size": {"data_parallel_size": 1.5},
-    "tensor_parallel_size": {"tensor_parallel_size": 2},
-    "density": {"density": 2},
-}
-
-
-@pytest.mark.parametrize(("name", "arguments"), BAD.items(), ids=BAD)
-def test_bad_arguments_are_refused(name, arguments):
-    with pytest.raises(ValueError, match=name):
-        SparseModelParallelStrategy(**arguments)
-
-
 class Cut:
     """A model with the given shards of parameters."""
 

@@ -96,15 +96,6 @@ def test_precisions_train_and_stay_identical(pair, precision):
     one_model(fits(pair, Small, {"density": 0.05}, precision=precision))
 
 
-VALUES = [
-    *({"density": density} for density in (0, 100, "0.1", True)),
-    {"compressor": "topp"},
-    {"optimizer_correction": "adam"},
-    *({"warmup_steps": steps} for steps in (-1, True, 1.0, 4.5, "4")),
-    {"warmup_epochs": 4},
-    *({name: name} for name in ("schedule", "wire", "exchange")),
-    *({"levels": levels} for levels in (0, 3, "two", None)),
-]
 TOGETHER = [
     ({"local_steps": 5, "compressor": DGC(momentum=None, clip_norm=1.0)}, "clip_norm="),
     ({"local_steps": 5, "compressor": LAGS(adaptive_density=True)}, "adaptive_density="),
@@ -121,7 +112,6 @@ NAMES = {
 }
 ELSEWHERE = [("compressor", "LAGS", "lags"), ("compressor", "sparse_lags", "lags"), ("wire", "fp16", "float16")]
 REFUSED = [
-    *((arguments, ValueError, f"{name}=") for arguments in VALUES for name in arguments),
     *((arguments, ValueError, message) for arguments, message in TOGETHER),
     *(({name: value}, TypeError, name) for name, value in KINDS.items()),
     *(({name: 1}, TypeError, f"{name}=1 .*{meant}") for name, meant in NAMES.items()),
