@@ -350,6 +350,16 @@ def played(ranks=4):
         dist.destroy_process_group()
 
 
+SYSTEMS = {  # settings of an exchange
+    **{name: {"compressor": name} for name in ("topk", "lags", "omgs", "dgc", "sdagc", "exdyna", "micro")},
+    **{name: {"compressor": name, "density": None} for name in ("qsgd", "dense")},
+    "owners": {"exchange": "owners"},
+    "bfloat16": {"wire": "bfloat16"},
+    "4 bits": {"wire": "4bit"},
+    "2 bits": {"wire": "2bit"},
+}
+
+
 class Way(NamedTuple):
     given: Mapping[str, Any] = {}  # settings of the exchange
     build: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1)

@@ -3,16 +3,7 @@ import torch
 
 from lightning_sparse import AdamCorrection, sparsify_gradients
 from lightning_sparse.functional.reductions import shift_by_sign, sign_totals
-from tests.helpers.racing import CPU, CUDA, Skipping, played
-
-SYSTEMS = {
-    **{name: {"compressor": name} for name in ("topk", "lags", "omgs", "dgc", "sdagc", "exdyna", "micro")},
-    **{name: {"compressor": name, "density": None} for name in ("qsgd", "dense")},
-    "owners": {"exchange": "owners"},
-    "bfloat16": {"wire": "bfloat16"},
-    "4 bits": {"wire": "4bit"},
-    "2 bits": {"wire": "2bit"},
-}
+from tests.helpers.racing import CPU, CUDA, SYSTEMS, Skipping, played
 
 
 def model_and_batches(device, count):
