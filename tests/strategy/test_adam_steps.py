@@ -228,6 +228,20 @@ def test_what_is_not_finite_moves_nothing_that_is_kept(pair, compressor, poisone
             torch.testing.assert_close(here[name], there[name])
 
 
+def skip_a_step(rank, poisoned, is_reloaded):
+    steps = corrected_steps(rank, CORRECTION, torch.optim.AdamW, {"density": 0.1}, {}, poisoned + 4, poisoned)
+    for step, (_, engine, *_) in enumerate(steps, start=-1):
+        if step == poisoned and is_reloaded:
+            engine.load_state_dict(copy.deepcopy(engine.state_dict()))
+    return parameters_of(engine.wrapper)
+
+
+@pytest.mark.parametrize("poisoned", [DENSE + 1, DENSE + 2])
+def test_loaded_after_a_skipped_step_it_goes_on_to_the_bit(pair, poisoned):
+    found = [pair.run(skip_a_step, poisoned, is_reloaded) for is_reloaded in (False, True)]
+    assert_same(*found)
+
+
 SOON = {
     "compressor": "topk",
     "density": 0.05,

@@ -70,8 +70,9 @@ class AdamMemory(Memory):
         # step number of each second moment's last update; an entry exists while the parameter's residual holds updates
         self.second_steps: dict[str, int] = {}
         self._update_norms: dict[str, Tensor] = {}  # norms of updates, if ``is_watched``
-        self._due: dict[str, int] = {}  # step number of each second moment's next update
-        self._gradients: dict[str, Tensor] = {}  # gradients for the next updates of second moments, in bfloat16
+        # step number of the gradient for each second moment's next update; later, if the parameter is then unused
+        self._due: dict[str, int] = {}
+        self._gradients: dict[str, Tensor] = {}  # gradients of the steps in ``_due``, in bfloat16
         # ``[2]`` each: squared norms before and after clipping, summed over steps with Adam's decay ``beta2``
         self.squared_norms: dict[str, Tensor] = {}
         # 1 if the last exchange was finite, else 0; allocated on the caller's stream, which reads the flag
@@ -95,18 +96,16 @@ class AdamMemory(Memory):
             elif name in before and before[name].second.data_ptr() != each.second.data_ptr():  # after a load
                 self.second_steps[name] = each.step - 1
                 self._drop_update(name)
-        self._update_second_moments(before)
+        self._update_second_moments()
 
-    def _update_second_moments(self, before: Mapping[str, AdamMoments]) -> None:
+    def _update_second_moments(self) -> None:
         """Average the requested gradients of completed steps, and update second moments.
 
         The average overlaps backward. Gradients of the current step are complete only after backward.
         """
         least, gradients = self._correction.second_moment_interval, dict[str, Tensor]()
         for name, moments in self.moments.items():
-            # Otherwise, the step number is that of ``before``: an earlier backward of this step stored the gradient.
-            is_completed = name not in before or before[name].step < moments.step
-            if is_completed and name in self._gradients:
+            if name in self._gradients and self._due[name] < moments.step:
                 gradients[name], step = self._gradients.pop(name), moments.step - 1
                 self._due[name] = step + max(least, int(_GROWTH * step))
         for names in list(_messages(gradients, self.moments)):
@@ -186,6 +185,7 @@ class AdamMemory(Memory):
         for name, each in zip(gradients, narrow):
             is_added = self.moments[name].continues_step and name in self._gradients
             self._gradients[name] = self._gradients[name].add_(each) if is_added else each
+            self._due[name] = self.moments[name].step
 
     @override
     def write_means(self, names: Sequence[str], gradients: Sequence[Tensor], means: Sequence[Selection]) -> None:
