@@ -117,6 +117,11 @@ def test_rounding_makes_nothing_finite_infinite(values, dtype):
     assert torch.equal(rounded[is_inside], values[is_inside].to(dtype))
 
 
+def wires_of(form, name, ranks):
+    wire = WIRES[name]
+    return [build_wires(form, None, wire.dtype, rank, ranks, bits=wire.bits).sparse for rank in range(ranks)]
+
+
 def exchanged(wires, given_in):
     phases = [wire.exchange(grouped(selections), *rest) for wire, (selections, *rest) in zip(wires, given_in)]
     arrivals, handed_in = run_phases(phases)
@@ -168,9 +173,7 @@ def test_what_travels_and_what_stays_is_all_there_was(form, wire, numbers, is_tr
     numels = [tensor.numel() for tensor in accumulated[0]]
     selections = [selections_of(form, each, chance) for each in accumulated]
     used = [torch.tensor([chance.random() < 0.5 for _ in numels], dtype=torch.uint8) for _ in range(ranks)]
-    wires = [
-        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).sparse for rank in range(ranks)
-    ]
+    wires = wires_of(form, wire, ranks)
     handed_in = list(zip(selections, accumulated, used if is_tracked else [None] * ranks))
     arrivals, nbytes = exchanged(wires, handed_in)
     for place, numel in enumerate(numels):
@@ -203,9 +206,7 @@ def test_every_rank_hears_of_what_is_not_finite(form, wire, numbers):
         [Selection(t, None if form == "reduce" else torch.arange(t.numel()), t.numel()) for t in each]
         for each in accumulated
     ]
-    wires = [
-        build_wires(form, None, WIRES[wire].dtype, rank, ranks, bits=WIRES[wire].bits).sparse for rank in range(ranks)
-    ]
+    wires = wires_of(form, wire, ranks)
     arrivals, _ = exchanged(wires, [(each, own, None) for each, own in zip(every, accumulated)])
     is_finite = all(tensor.isfinite().all() for each in accumulated for tensor in each)
     assert [bool(arrival.finite) for arrival in arrivals] == [is_finite] * ranks

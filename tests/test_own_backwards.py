@@ -12,11 +12,10 @@ from lightning_sparse.testing.wrapping import Edges, batch
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import fits, one_model
 from tests.helpers.resuming import Numbered
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import OPTIMIZERS, weights
 
 SHORT = timedelta(seconds=20)  # timeout of waiting ranks
 RANKS = {"on rank 0": (0,), "on all ranks": (0, 1)}
-OPTIMIZERS = {"SGD": partial(torch.optim.SGD, lr=0.01), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 CORRECTION = AdamCorrection(warmup_steps=2, density_decay_steps=0, second_moment_interval=3)
 SPARSE = {"compressor": "lags", "density": 0.05, "warmup_steps": 0, "timeout": SHORT}
 SETTINGS = {"SGD": SPARSE, "AdamW": {**SPARSE, "optimizer_correction": CORRECTION}}

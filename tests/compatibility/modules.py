@@ -44,8 +44,9 @@ class ByHand(Plain):
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_index):
-        optimizer = self.optimizers()[batch_index % 2]
-        loss = (self.network(batch) - batch).square().mean()
+        self._step(self.optimizers()[batch_index % 2], (self.network(batch) - batch).square().mean())
+
+    def _step(self, optimizer, loss):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
@@ -70,11 +71,6 @@ class Adversaries(ByHand):
         made, real = self.critic(self.network(batch).detach()), self.critic(batch)
         self._step(critic, made.square().mean() + (real - 1).square().mean())
         self.untoggle_optimizer(critic)
-
-    def _step(self, optimizer, loss):
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
 
     def configure_optimizers(self):
         return [self.build(self.network), self.build(self.critic)]

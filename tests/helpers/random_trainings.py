@@ -40,12 +40,12 @@ from lightning_sparse.loop.backend_choice import AutoBackend
 from lightning_sparse.testing.invariants import is_exact
 from tests.compatibility.running import changing_hands
 from tests.helpers.issued import Sluggish
+from tests.helpers.resuming import RESUME_WARNINGS
 from tests.helpers.trainers import expect, forget_groups, learning_in_turns, make_trainer
 
 WIDTH = 6
 _EXPECTED_WARNINGS = (
-    ".*your dataloader is not resumable.*",  # the batch number alone determines the rows
-    ".*callbacks used to create the checkpoint need to be provided.*",
+    *RESUME_WARNINGS,
     ".*find_unused_parameters=True was specified in DDP constructor.*",  # some draws use all parameters
     ".*gradient_as_bucket_view.*",
     ".*Grad strides do not match bucket view strides.*",

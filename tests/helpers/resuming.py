@@ -11,7 +11,7 @@ from tests.helpers.devices import DEVICE
 from tests.helpers.trainers import Small, expect, make_trainer, weights
 
 BATCHES = 6  # batches per epoch
-_EXPECTED_WARNINGS = (
+RESUME_WARNINGS = (
     ".*your dataloader is not resumable.*",  # the batch number alone determines the rows
     ".*callbacks used to create the checkpoint need to be provided.*",
 )
@@ -74,7 +74,7 @@ def momenta(state):
 
 def fit_numbered(rank, strategy, model, ckpt_path=None, **arguments):
     trainer = make_trainer(rank, strategy, **{"max_epochs": 2, "limit_train_batches": BATCHES, **arguments})
-    expect(*_EXPECTED_WARNINGS)
+    expect(*RESUME_WARNINGS)
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 
