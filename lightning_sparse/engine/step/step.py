@@ -41,7 +41,7 @@ different nodes exchange selections. Commit ends with an all-gather of the share
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 from torch import Tensor
@@ -193,8 +193,12 @@ class Pipeline:
             for name, mean in zip(part.names, result.means)
             if name not in self.context.dense
         }
-        if means:
-            self.compressor.finish_step(list(means), list(means.values()), finite, self._gather)
+        if not means:
+            return
+        before, finish = list(means.values()), cast(Callable[..., object], self.compressor.finish_step)
+        after = finish(list(means), before, finite, self._gather)
+        if after is not None and after is not before:
+            raise TypeError(f"{type(self.compressor).__name__}.finish_step returned other means; change means in place")
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.levels.inter.call(Payload("all_gather", tensor))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_sparse.compressors import DGC
+from lightning_sparse.compressors import DGC, TopK
 from lightning_sparse.testing.tensors import differences
 from tests.helpers.devices import DEVICE
 from tests.helpers.sparse_ddp import Edges, batch, parameters_of, sgd_steps, sparse_ddp
@@ -79,6 +79,20 @@ def refused_in_backward(rank):
 
 def test_a_gradient_with_a_sparse_layout_is_refused_when_it_comes(pair):
     pair.run(refused_in_backward)
+
+
+class Returning(TopK):
+    def finish_step(self, names, means, finite, all_gather):
+        return means[::-1]
+
+
+def refused_after_backward(rank):
+    with sparse_ddp(nn.Linear(3, 4), Returning()) as (ddp, _), pytest.raises(TypeError, match="means in place"):
+        ddp(torch.ones(2, 3, device=DEVICE)).sum().backward()
+
+
+def test_other_means_of_a_compressor_are_refused(pair):
+    pair.run(refused_after_backward)
 
 
 class Mixed(nn.Module):
