@@ -21,7 +21,7 @@ BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hide
 # Sent bytes per parameter, with indices: 1 % as float32 in a step, and 5 % as bfloat16 in a round of local steps.
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
 _OWNED, _OWNERS_FROM = 7, 15  # from 15 ranks on, "auto" uses owners: a rank then receives the bytes of 7 selections
-_LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
+LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
@@ -38,6 +38,7 @@ class Estimate(NamedTuple):
         compute: seconds of a step without communication.
         network: seconds of an exchange as a function of the bytes that a rank sends or receives.
         gpu: seconds per step that compression adds on the GPU.
+        round_gpu: seconds that compression adds to a round of local steps.
     """
 
     parameters: float
@@ -45,6 +46,7 @@ class Estimate(NamedTuple):
     compute: float
     network: Line
     gpu: float = 0.0
+    round_gpu: float = 0.0
 
     @property
     def exchange(self) -> float:
@@ -69,14 +71,14 @@ class Estimate(NamedTuple):
         last, free = self.network(0), hidden * self.compute  # backward cannot hide the latency of the last message
         steps = {way: self.compute + max(last, self.network(nbytes) - free) for way, nbytes in sent.items()}
         steps["sparse_lags"] += self.gpu
-        rounds = (self.gpu + self.network(_CHANGED * received)) / _LOCAL_STEPS
+        rounds = (self.round_gpu + self.network(_CHANGED * received)) / LOCAL_STEPS
         return {**steps, "local steps": _MORE_STEPS * (self.compute + rounds)}
 
     @property
     def strategy(self) -> str:
         """The fastest way to train. ``sparse_auto`` if ``sparse_lags`` wins only where dense exchanges overlap little.
 
-        >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1).strategy for r in (0.1, 0.9, 3, 300)]
+        >>> [Estimate(1.0, 4, 1.0, Line(0.0, r / dense_bytes(1.0, 4)), 0.1, 0.1).strategy for r in (0.1, 0.9, 3, 300)]
         ['ddp', 'sparse_auto', 'sparse_lags', 'local steps']
         """
         overlapped, exposed = (min(steps, key=steps.__getitem__) for steps in (self.steps(), self.steps(hidden=0.0)))
@@ -120,7 +122,8 @@ def _estimated(options: argparse.Namespace) -> str:
     elements, compute, rate, latency = options.parameters, options.compute, options.bandwidth, options.latency
     passes, size = PASSES[options.optimizer], in_bytes(4 * elements)
     network = Line(2 * (workers - 1) * latency, 8 / rate)
-    found = Estimate(elements, workers, compute, network, passes * 4e-9 * elements / memory)
+    gpu = passes * 4e-9 * elements / memory
+    found = Estimate(elements, workers, compute, network, gpu, gpu)
     return (
         f"r = {found.r:.3g}: seconds of DDP's exchange / seconds of a step without it\n"
         f"  exchange  {found.exchange:.3g} s  2 ({workers} - 1) / {workers} x {size} of gradients / {rate / 1e9:.4g}"

@@ -28,7 +28,7 @@ from torch.distributed.run import main as torchrun
 from torch.testing import assert_close
 
 from lightning_sparse.callbacks import ReplicaSentinel
-from lightning_sparse.cli.estimate import Estimate, add_model_options
+from lightning_sparse.cli.estimate import LOCAL_STEPS, Estimate, add_model_options
 from lightning_sparse.compressors.topk import top_k_indices
 from lightning_sparse.engine.adam.correction import AdamCorrection
 from lightning_sparse.engine.collectives import all_gather_object, backend_of
@@ -256,19 +256,23 @@ class Probes:
         return self._measure(4, lambda each: top_k_indices(each, len(each) // 100), 10, 100)[0]
 
     def _advise(self) -> str:
-        elements = self._options.parameters
-        own = max(0.0, (fit(map(self._own_cost, (10_000, 50_000))) or Line())(elements))
-        found = Estimate(elements, self._ranks, self._options.compute, self._network, own)
-        return f"r = {found.r:.3g} as measured; compression adds {1e3 * own:.3g} ms to a step; {found}"
+        options, correction = self._options, AdamCorrection(warmup_steps=2, density_decay_steps=0)
+        own = self._own_cost("lags", 0.01, schedule="single", optimizer_correction=correction)
+        changes = LOCAL_STEPS * self._own_cost("topk", 0.05, wire="bfloat16", local_steps=LOCAL_STEPS)
+        found = Estimate(options.parameters, self._ranks, options.compute, self._network, own, changes)
+        costs = f"compression adds {1e3 * own:.3g} ms to a step, {1e3 * changes:.3g} ms to a round of local steps"
+        return f"r = {found.r:.3g} as measured; {costs}; {found}"
 
-    def _own_cost(self, words: int) -> tuple[int, float]:
-        """Return a number of parameters, and the seconds that compression adds to a step with AdamW."""
-        correction = AdamCorrection(warmup_steps=2, density_decay_steps=0)
-        strategy = SparseDDPStrategy("lags", 0.01, schedule="single", optimizer_correction=correction)
-        self._train(strategy, model := _OddModel(torch.optim.AdamW, words=words), max_steps=12)
-        stats = strategy.compression_stats()
-        costs = all_gather_object(stats["exposed_seconds"] - stats["exchange_seconds"])
-        return sum(each.numel() for each in model.parameters()), max(costs)
+    def _own_cost(self, *settings: Any, **more: Any) -> float:
+        """Return the seconds that compression adds to a step of AdamW with the user's number of parameters."""
+        samples = list[tuple[float, float]]()
+        for words in (10_000, 50_000):
+            strategy, model = SparseDDPStrategy(*settings, **more), _OddModel(torch.optim.AdamW, words=words)
+            self._train(strategy, model, max_steps=3 * LOCAL_STEPS)
+            stats = strategy.compression_stats()
+            costs = all_gather_object(stats["exposed_seconds"] - stats["exchange_seconds"])
+            samples.append((sum(map(Tensor.numel, model.parameters())), max(costs)))
+        return max(0.0, (fit(samples) or Line())(self._options.parameters))
 
     def _measure(self, unit: float, call: Callable[[Tensor], Any], *millions: float) -> tuple[str, Line]:
         """Return a text, and the seconds as a function of bytes, with ``unit`` bytes per element."""

@@ -36,7 +36,7 @@ def test_the_commands_of_the_pages_run(command, capsys):
 
 def estimated(r, ranks=4, gpu=29 * 4e-12 * 124e6, startup=0.0):
     """Return the page's example at another r: 124 M parameters, 100 ms, GPU memory of 1000 GB/s."""
-    return Estimate(124e6, ranks, 0.1, Line(startup, (0.1 * r - startup) / dense_bytes(124e6, ranks)), gpu)
+    return Estimate(124e6, ranks, 0.1, Line(startup, (0.1 * r - startup) / dense_bytes(124e6, ranks)), gpu, gpu)
 
 
 def test_steps_follow_the_formula_of_the_page():
@@ -105,7 +105,7 @@ def test_the_readme_works_r_out_by_this_formula_and_recommends_by_it():
             compute = 6 * parameters * 8192 / (0.4 * peak)
             bandwidth = float(re.search(rf"{gpu} (\d+)", bandwidths)[1]) * 1e9
             passes = PASSES["adamw"] * 4 * parameters / bandwidth
-            found = Estimate(parameters, 4, compute, Line(0.0, 8e-9 / gbit), passes)
+            found = Estimate(parameters, 4, compute, Line(0.0, 8e-9 / gbit), passes, passes)
             r, _, strategy = cell.partition(", ")
             assert float(r) == pytest.approx(found.r, rel=0.03), (gpu, gbit)
             assert strategy.strip("`*") == found.strategy, (gpu, gbit)
