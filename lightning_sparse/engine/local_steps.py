@@ -247,12 +247,12 @@ class SharedModel:
             steps: number of optimizer steps since the last exchange.
         """
         present, shared = self.exchanged(), self._shared
-        changes = {name: _change(each, present.get(name, each)) for name, each in shared.items() if name in moved}
         with self._pipeline.recorder.waiting():
+            changes = {name: _change(each, present.get(name, each)) for name, each in shared.items() if name in moved}
             self._worker.run(partial(self._move, changes, steps))
-        if present:
-            rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
-            torch._foreach_copy_(list(present.values()), rounded)
+            if present:
+                rounded = [round_to(shared[name], tensor.dtype) for name, tensor in present.items()]
+                torch._foreach_copy_(list(present.values()), rounded)
 
     def _move(self, changes: Mapping[str, Tensor], steps: int) -> None:
         """Exchange changes, and apply the mean changes to the shared model. Runs on the worker thread."""
