@@ -83,6 +83,14 @@ def test_the_costs_of_compression_and_of_messages_decide(r, more, strategy):
     assert f"Take {strategy}: {REASONS[strategy]}" in str(found)
 
 
+@pytest.mark.parametrize(("ratio", "is_near"), [(1.1, True), (1.2, False)])
+def test_a_way_that_may_be_as_fast_is_named(ratio, is_near):
+    found = estimated(3.0)
+    steps = found.steps()
+    more = (ratio * steps["sparse_lags"] - steps["local steps"]) / 1.5 * 5
+    assert ("Also try local steps:" in str(found._replace(round_gpu=found.round_gpu + more))) == is_near
+
+
 def test_one_process_needs_no_exchange():
     assert Estimate(124e6, 1, 0.1, Line(), 0.01).strategy == "ddp"
 
