@@ -1,9 +1,13 @@
 """Local steps: when and what they exchange, compared with slow references in float64."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_sparse.engine import local_steps
+from lightning_sparse.engine.local_steps import _change
 from lightning_sparse.engine.settings import LocalSteps
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
@@ -146,6 +150,17 @@ class Written(Edges):
         self.register_buffer("trained", self.matrix.detach())  # the same memory
         for name in ("teacher", "seldom", "scheduled", "backbone"):
             self.register_parameter(name, nn.Parameter(torch.full((2, 3), 0.1), requires_grad=False))
+
+
+def train_with_slow_changes(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_steps, "_change", lambda *tensors: [time.sleep(0.01), _change(*tensors)][1])
+        return train(rank, 3, OUTER, {})["stats"]
+
+
+def test_the_time_to_compute_changes_is_exposed(pair):
+    for stats in pair.run(train_with_slow_changes):
+        assert stats["exposed_seconds"] * OUTER.every >= 0.01 * len(list(Edges().parameters()))
 
 
 @torch.no_grad()
