@@ -133,7 +133,7 @@ class Probes:
                 break  # ranks are at different places
         failed = [row["name"] for row in rows if row["state"] == "failed"]
         if is_first:
-            print(f"{len(failed)} rows failed: {', '.join(failed)}." if failed else "All rows passed.", flush=True)
+            print(f"Failed rows: {', '.join(failed)}." if failed else "All rows passed.", flush=True)
         if is_first and self._options.output:
             self._options.output.write_text(json.dumps({"passed": not failed, "rows": rows}, indent=1))
         with suppress(RuntimeError):  # another rank has died

@@ -132,7 +132,7 @@ def test_a_fault_is_named_by_its_row(fault, row, said, checked):
     assert list(failed) == [row], ended.stdout
     assert re.search(said, failed[row])
     assert re.search(f"^failed .* {row} ", ended.stdout, re.MULTILINE)
-    assert ended.stdout.endswith(f"1 rows failed: {row}.\n")
+    assert ended.stdout.endswith(f"Failed rows: {row}.\n")
     assert ended.returncode != 0
 
 
