@@ -22,7 +22,7 @@ BACKWARD = 2 / 3  # backward's share of a step's computation; only backward hide
 _SELECTED, _CHANGED = 0.01 * 5.8, 0.05 * 3.1
 _OWNED, _OWNERS_FROM = 7, 15  # from 15 ranks on, "auto" uses owners: a rank then receives the bytes of 7 selections
 LOCAL_STEPS, _MORE_STEPS = 5, 1.5  # local steps per round; local steps per step of DDP, for an equal loss
-_ERROR = 1.15  # ways with estimates that differ by less than this factor are worth a trial
+_NEAR = 1.15  # ways with estimates that differ by less than this factor are worth a trial
 _BITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
@@ -86,11 +86,11 @@ class Estimate(NamedTuple):
         return "sparse_auto" if overlapped in ("ddp", "bf16 hook") and exposed == "sparse_lags" else overlapped
 
     def __str__(self) -> str:
-        steps = self.steps()
+        steps, strategy = self.steps(), self.strategy
         words = ", ".join(f"{way} {1e3 * seconds:.3g} ms" for way, seconds in steps.items())
-        near = [way for way, each in steps.items() if way != self.strategy and each < _ERROR * min(steps.values())]
+        near = [way for way, each in steps.items() if way != strategy and each < _NEAR * min(steps.values())]
         also = f" Also try {' and '.join(near)}: the estimates differ by less than 15 %." if near else ""
-        return f"{words}\nTake {self.strategy}: {REASONS[self.strategy]}.{also}"
+        return f"{words}\nTake {strategy}: {REASONS[strategy]}.{also}"
 
 
 def add_model_options(parser: argparse.ArgumentParser, required: bool = False) -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_sparse.engine import local_steps
-from lightning_sparse.engine.local_steps import _change
 from lightning_sparse.engine.settings import LocalSteps
 from tests.helpers.devices import DEVICE
 from tests.helpers.fits import refuse
@@ -153,8 +152,14 @@ class Written(Edges):
 
 
 def train_with_slow_changes(rank):
+    change = local_steps._change
+
+    def slow(*tensors):
+        time.sleep(0.01)
+        return change(*tensors)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_steps, "_change", lambda *tensors: [time.sleep(0.01), _change(*tensors)][1])
+        patch.setattr(local_steps, "_change", slow)
         return train(rank, 3, OUTER, {})["stats"]
 
 
